@@ -20,7 +20,7 @@ help:
 	@echo "make audit       look up the constraints among known vulnerabilities (needs the network)"
 	@echo "make docs        build the documentation into site/"
 	@echo "make results     write docs/results.md, docs/paper.md and their figures from the files in results/"
-	@echo "make tables      run the methods on seven real tables and write docs/tables.md (20 minutes; needs the data)"
+	@echo "make tables      run the methods on seven real tables and write docs/tables.md (about 40 minutes; needs the data)"
 	@echo "make clean       remove the environments and what was built"
 
 venv: $(SETUP)

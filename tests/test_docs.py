@@ -41,14 +41,15 @@ from pfedhn.algorithms.method import Method
 from pfedhn.cli.app import app
 from pfedhn.data.partition import Labels, by_classes
 from pfedhn.deploy.site import Site
-from pfedhn.experiments import tables
 from pfedhn.experiments.build import cell_algorithm, check
 from pfedhn.experiments.data import build_federation
 from pfedhn.experiments.grid import from_table, from_toml
 from pfedhn.experiments.spec import Cell, Experiment
+from pfedhn.experiments.tables import with_table_defaults
 from pfedhn.paper import methods_page
 from pfedhn.paper.experiments import DEMO, EXPERIMENTS
 from pfedhn.paper.studies import STUDIES
+from pfedhn.runs import tables
 from pfedhn.settings import kinds_of, names_to_set, settings_in, values_of
 
 ROOT = Path(__file__).parent.parent
@@ -443,7 +444,7 @@ def test_what_a_table_does_not_need_to_say_is_what_the_code_fills_in(
     text = (ROOT / "docs" / "experiments.md").read_text()
     said = {code(name): value for name, value, _ in rows_after(text, "<!-- defaults: tables -->")}
     cell = Cell(dataset="visits.csv", columns={"client": "clinic", "label": "outcome"})
-    filled = tables.with_table_defaults({"model": "auto", "steps": "auto"}, cell)
+    filled = with_table_defaults({"model": "auto", "steps": "auto"}, cell)
     assert set(filled) - {"methods"} == set(said) - {"local_steps", "local_lr", "local_clip"}
     for name in ("method", "model", "select", "batch_size", "read"):
         value = toml_value(code(said[name]))

@@ -39,7 +39,7 @@ from pfedhn.privacy import Privacy, Protection, RoundCost, keyed_normal, num_pla
 from pfedhn.sgd import SGD, Batches
 from pfedhn.storage.checkpoint import load_state, save_state
 
-PLAIN = ("pfedhn", "pfedhn-pc", "fedavg", "fedper", "fedrep", "fedbabu", "lg-fedavg", "local")
+PLAIN = ("pfedhn", "pfedhn-pc", "fedavg", "fedprox", "mr-mtl", "fedper", "fedrep", "fedbabu", "lg-fedavg", "local")
 OTHERS = ("apfl", "ditto", "fedala", "per-fedavg", "per-fedavg-hf", "pfedme")
 
 

@@ -169,8 +169,11 @@ class Algorithm(Protocol[Shared, Row, Private]):
         """The server's memory at round 0, from one initial model per architecture."""
         return ()  # type: ignore[return-value]
 
-    def init_row(self, key: Key, descriptor: Tensor | None) -> Row:
-        """The server's memory of ONE client; written in tensor operations, so that a million keys map at once."""
+    def init_row(self, shared: Shared, key: Key, descriptor: Tensor | None) -> Row:
+        """The server's memory of ONE client at round 0, given its memory for all clients then.
+
+        It is written in tensor operations, so that a million keys map at once.
+        """
         return ()  # type: ignore[return-value]
 
     def join_row(self, shared: Shared, rows: Row, descriptor: Tensor | None) -> Row:

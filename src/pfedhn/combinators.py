@@ -65,8 +65,8 @@ class _Wrapper(Algorithm[Any, Any, Any]):
     def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Any:
         return self.method.init_shared(models, starts, key)
 
-    def init_row(self, key: Key, descriptor: Tensor | None) -> Any:
-        return self.method.init_row(key, descriptor)
+    def init_row(self, shared: Any, key: Key, descriptor: Tensor | None) -> Any:
+        return self.method.init_row(shared, key, descriptor)
 
     def join_row(self, shared: Any, rows: Any, descriptor: Tensor | None) -> Any:
         return self.method.join_row(shared, rows, descriptor)
@@ -117,6 +117,12 @@ class Averaged(_Wrapper):
     def __post_init__(self) -> None:
         if self.averaging is None:
             raise UserError("an averaged method needs averaging, how much of its past the average keeps, as 0.998.")
+        if self.uses.published == () and self.uses.personal == ():
+            name = type(innermost(self.method)).__name__
+            raise UserError(
+                f"the server of {name} keeps a model for each client, which no moving average covers; leave averaging "
+                "out."
+            )
 
     @property
     def averages_private(self) -> bool:
@@ -130,6 +136,9 @@ class Averaged(_Wrapper):
         private = self.method.init_private(model, start, key)
         device = next(iter(start.values())).device
         return _first(private, self.uses.personal, device) if self.averages_private else private
+
+    def init_row(self, shared: Average, key: Key, descriptor: Tensor | None) -> Any:
+        return self.method.init_row(self.used(shared), key, descriptor)
 
     def join_row(self, shared: Average, rows: Any, descriptor: Tensor | None) -> Any:
         return self.method.join_row(self.used(shared), rows, descriptor)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pfedhn.errors import UserError
 from pfedhn.model import Model
@@ -47,6 +48,38 @@ def assign_roles(model: Model, rest: Role, settings: Mapping[str, str] | None = 
         )
     parts = [{name: shape for name, shape in model.shapes.items() if roles[name] == role} for role in Roles._fields]
     return Roles(*parts)
+
+
+class LastLinear(NamedTuple):
+    """The parameters of a linear last layer, and its form."""
+
+    weight: str
+    bias: str | None
+    num_outputs: int
+    num_features: int
+
+    @property
+    def names(self) -> list[str]:
+        return [self.weight, *([] if self.bias is None else [self.bias])]
+
+
+def last_linear(model: Model, method: str) -> LastLinear:
+    """The last layer of a network, which the method works on as a linear one; another layer is refused."""
+    weight, bias = f"{model.last_layer}.weight", f"{model.last_layer}.bias"
+    shape = model.shapes.get(weight)
+    if shape is None or len(shape) != 2:
+        raise UserError(
+            f"{method} works on a linear last layer, and the last layer of {model.name}, {model.last_layer!r}, is "
+            "none; use another method, or end the network with nn.Linear."
+        )
+    return LastLinear(weight, bias if bias in model.shapes else None, *shape)
+
+
+def batch_norms(model: Model) -> list[str]:
+    """The parameters of BatchNorm layers. They are found by type: a layer's name says nothing."""
+    layers = {name: part for name, part in model.training_module.named_modules() if isinstance(part, _BatchNorm)}
+    owned = {f"{name}.{part}".lstrip(".") for name, layer in layers.items() for part, _ in layer.named_parameters()}
+    return [name for name in model.shapes if name in owned]
 
 
 def _parameters(model: Model, layers: Sequence[str], setting: str) -> list[str]:

@@ -49,6 +49,19 @@ def weighted_sum(stacked: Mapping[str, Tensor], weights: Tensor) -> Params:
     return {name: torch.tensordot(weights.to(value.dtype), value, dims=1) for name, value in stacked.items()}
 
 
+def mixtures(stacked: Mapping[str, Tensor], shares: Tensor) -> Params:
+    """[I, ...]: for each row of shares [I, C], the sum over the [C] axis by that row.
+
+    In float64, since a GPU's tf32 would round the weights themselves.
+    """
+    return {
+        name: (shares.double() @ value.reshape(len(value), -1).double())
+        .to(value)
+        .reshape(len(shares), *value.shape[1:])
+        for name, value in stacked.items()
+    }
+
+
 def clip(gradient: Mapping[str, Tensor], limit: float | None, names: Collection[str] | None = None) -> Params:
     """Scale the named part of a gradient (all of it by default) down to a global norm of `limit`.
 

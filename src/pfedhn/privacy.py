@@ -251,7 +251,7 @@ def refuse_leaks(
 NO_GRADIENT = (
     "this method takes several gradients of one minibatch, or gradients by something other than the weights, for which "
     "privacy of single examples is not offered; use level = 'client', or a method whose clients train by plain SGD: "
-    "pfedhn, fedavg, fedper, fedrep, fedbabu, lg-fedavg, local."
+    "pfedhn, fedavg, fedprox, mr-mtl, fedper, fedrep, fedbabu, lg-fedavg, local."
 )
 
 

@@ -37,6 +37,8 @@ def is_rate(hint: Any) -> bool:
 
 Carry = TypeVar("Carry")
 Loss: TypeAlias = Callable[[Params, "Batches"], Tensor]
+Center: TypeAlias = tuple[()] | tuple[Rate, Tensor]
+"""What weights are pulled toward, and how strongly; empty for nothing."""
 
 
 class Batches(NamedTuple):
@@ -149,6 +151,7 @@ class SGD:
         velocity: Params | None = None,
         clipped: Collection[str] | None = None,
         frozen: Collection[str] = (),
+        pull: tuple[Rate, Params] | None = None,
     ) -> tuple[Params, Params]:
         """Take one step per batch.
 
@@ -159,9 +162,11 @@ class SGD:
             velocity: Where momentum starts; names that are missing start at rest.
             clipped: The names whose gradient is clipped together; all of them by default.
             frozen: Names that stay as they are; a method that trains its layers in phases freezes some in each.
+            pull: A strength and weights: the gradient of strength / 2 times the squared distance from these weights,
+                which joins the gradient after it is clipped, as weight decay does. None for no such term.
 
         Where the client's examples are protected (`privacy.protecting`), every step takes the private gradient, and
-        what follows is as it would be without: `clip`, weight decay, momentum.
+        what follows is as it would be without: `clip`, the pull, weight decay, momentum.
 
         Returns:
             The weights and the velocity after the last step.
@@ -173,30 +178,37 @@ class SGD:
         vector, unpack = pack(moving)
         speed, _ = pack({name: velocity.get(name, torch.zeros_like(value)) for name, value in moving.items()})
         num_clipped = sum(weights[name].numel() for name in names)
+        center = () if pull is None else (pull[0], pack({name: pull[1][name] for name in moving})[0])
 
-        def step(carry: tuple[Tensor, Tensor], batch: Batches, constants: tuple[Rate, Params]) -> tuple[Tensor, Tensor]:
-            lr, held = constants
+        def moved(carry: tuple[Tensor, Tensor], gradient: Tensor, lr: Rate, center: Center) -> tuple[Tensor, Tensor]:
+            direction = clip_vector(gradient, self.clip, num_clipped)
+            if center:
+                direction = direction + center[0] * (carry[0] - center[1])
+            return SGD(lr, self.momentum, self.weight_decay).step(*carry, direction)
+
+        def step(
+            carry: tuple[Tensor, Tensor], batch: Batches, constants: tuple[Rate, Params, Center]
+        ) -> tuple[Tensor, Tensor]:
+            lr, held, center = constants
             gradient_of = gradient(lambda weights, batch: loss(weights | held, batch), unpack)
-            clipped_gradient = clip_vector(gradient_of(carry[0], batch), self.clip, num_clipped)
-            return SGD(lr, self.momentum, self.weight_decay).step(*carry, clipped_gradient)
+            return moved(carry, gradient_of(carry[0], batch), lr, center)
 
         def private_step(
-            carry: tuple[Tensor, Tensor], data: tuple[Batches, Tensor], constants: tuple[Rate, Params, Rate]
+            carry: tuple[Tensor, Tensor], data: tuple[Batches, Tensor], constants: tuple[Rate, Params, Center, Rate]
         ) -> tuple[Tensor, Tensor]:
-            (batch, noise), (lr, held, expected) = data, constants
+            (batch, noise), (lr, held, center, expected) = data, constants
             total = clipped_sum(lambda weights, batch: loss(weights | held, batch), unpack, limit)(carry[0], batch)
-            clipped_gradient = clip_vector((total + noise) / expected, self.clip, num_clipped)
-            return SGD(lr, self.momentum, self.weight_decay).step(*carry, clipped_gradient)
+            return moved(carry, (total + noise) / expected, lr, center)
 
         if (protection := protected()) is None:
-            vector, speed = scan(step, (vector, speed), batches, (self.lr, held))
+            vector, speed = scan(step, (vector, speed), batches, (self.lr, held, center))
             return unpack(vector) | held, unpack(speed) | pick(velocity, held)
-        limit, constants = protection.privacy.clip, (self.lr, held, protection.expected)
+        limit, constants = protection.privacy.clip, (self.lr, held, center, protection.expected)
         if protection.is_stepwise:
             draw = protection.step_noise
 
             def drawing_step(
-                carry: tuple[Tensor, Tensor], batch: Batches, constants: tuple[Rate, Params, Rate]
+                carry: tuple[Tensor, Tensor], batch: Batches, constants: tuple[Rate, Params, Center, Rate]
             ) -> tuple[Tensor, Tensor]:
                 return private_step(carry, (batch, draw(1, carry[0])[0]), constants)
 
@@ -263,25 +275,33 @@ def gradient(
         is_tested: Whether the client will use these weights: its batch statistics are then those of these passes. A
             method that trains two models on a client says no for the other one.
     """
+    found = gradient_and_more(lambda weights, batch: (loss(weights, batch), ()), unpack, is_tested)
+    return lambda vector, batch: found(vector, batch)[0]
 
+
+def gradient_and_more(
+    loss: Callable[[Params, Batches], tuple[Tensor, Any]], unpack: Callable[[Tensor], Params], is_tested: bool = True
+) -> Callable[[Tensor, Batches], tuple[Tensor, Any]]:
+    """As `gradient`, of a loss that also returns tensors of its pass, such as features; they come with the gradient."""
     if protected() is not None:
         raise UserError(NO_GRADIENT)
 
-    def of_vector(vector: Tensor, batch: Batches) -> Tensor:
+    def of_vector(vector: Tensor, batch: Batches) -> tuple[Tensor, Any]:
         return loss(unpack(vector), batch)
 
-    def with_statistics(vector: Tensor, batch: Batches) -> tuple[Tensor, Params]:
+    def with_statistics(vector: Tensor, batch: Batches) -> tuple[Tensor, tuple[Any, Params]]:
         with collecting() as after:
-            return of_vector(vector, batch), after
+            value, more = of_vector(vector, batch)
+        return value, (more, after)
 
-    def gradient_of(vector: Tensor, batch: Batches) -> Tensor:
+    def gradient_of(vector: Tensor, batch: Batches) -> tuple[Tensor, Any]:
         tracker = tracked()
         if tracker is None or not is_tested:
-            result: Tensor = torch.func.grad(of_vector)(vector, batch)
-            return result
-        result, after = torch.func.grad(with_statistics, has_aux=True)(vector, batch)
+            both: tuple[Tensor, Any] = torch.func.grad(of_vector, has_aux=True)(vector, batch)
+            return both
+        result, (more, after) = torch.func.grad(with_statistics, has_aux=True)(vector, batch)
         tracker.now = after or tracker.now  # a user's loss may leave the network out
-        return result
+        return result, more
 
     return gradient_of
 

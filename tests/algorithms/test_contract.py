@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support import (
+    NUM_CLASSES,
     NUM_CLIENTS,
     ClosesOver,
     assert_close,
@@ -30,14 +31,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pfedhn import keys
-from pfedhn.algorithm import Algorithm, Group
+from pfedhn.algorithm import LABEL_COUNTS, Algorithm, Group
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.combinators import with_settings
 from pfedhn.data.federation import Federation
 from pfedhn.engine.capture import CapturedRun
 from pfedhn.engine.executors import EXECUTORS
 from pfedhn.engine.simulate import Simulation
-from pfedhn.params import copy, stack, subtract, take
+from pfedhn.params import copy, pick, stack, subtract, take
 from pfedhn.settings import values_of
 from pfedhn.sgd import Batches
 
@@ -59,8 +60,10 @@ METHODS: dict[str, Callable[..., Any]] = {
     "pfedhn-chunked": partial(ALGORITHMS["pfedhn"], head="chunked", chunk_size=7),
 }
 FOR_TABLES = ("pfedhn-intercept", "pfedhn-last", "fedper-intercept")
+# Each remembers and sends what another row does; of the rest, scaffold, feddbe and fedpac are tested by `make test`.
+NEWER = ("fedprox", "fedbn", "mr-mtl", "fedrod", "fedproto", "pfedgraph", "fedamp", "pfedlhn")
 # Of what the others are, with other settings.
-VARIANTS = ("pfedhn-plus-pc", "pfedhn-shared", "per-fedavg-hf", "pfedhn-added", *FOR_TABLES)
+VARIANTS = ("pfedhn-plus-pc", "pfedhn-shared", "per-fedavg-hf", "pfedhn-added", *FOR_TABLES, *NEWER)
 every_method = pytest.mark.parametrize("method", mostly_slow(METHODS, *(set(METHODS) - set(VARIANTS))))
 every_target = pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
 
@@ -82,7 +85,8 @@ class Parts:
         self.newest = simulation.exchange.newest(state.memories.shared)
         self.rows = take(self.all_rows, index)
         self.private = state.memories.private[self.model.name].take(self.clients).private
-        federation, size = simulation.federation, simulation.schedule.batch_size
+        self.federation = federation = simulation.federation
+        size = simulation.schedule.batch_size
         self.batches = federation.batches(index, 1, self.algorithm.num_batches, size)
         self.extra = federation.batches(index, 2, self.algorithm.num_personalize_batches, size)
         self.sizes = federation.splits["train"].size[index]
@@ -99,9 +103,10 @@ class Parts:
         return self.algorithm.personalize(self.model, self.send(place), private, Batches(*batches))
 
     def receive(self, order: list[int]) -> Any:
-        updates = stack([self.train(place)[0] for place in order])
+        updates, up = stack([self.train(place)[0] for place in order]), self.algorithm.extras(self.model).up
         index = torch.tensor(order)
-        group = Group(self.model, take(self.rows, index), updates, self.sizes[index])
+        weights = {name: value for name, value in updates.items() if name not in up}
+        group = Group(self.model, take(self.rows, index), weights, self.sizes[index], extras=pick(updates, up))
         return self.algorithm.receive(self.shared, [group])
 
     def inputs(self) -> Any:
@@ -117,6 +122,13 @@ def all_parts(federation: Federation) -> Callable[[str, str], Parts]:
 @pytest.fixture
 def parts(all_parts: Callable[[str, str], Parts], method: str, target: str) -> Parts:
     return python_copy.copy(all_parts(method, target))
+
+
+def label_counts(parts: Parts, place: int) -> dict[str, Tensor]:
+    """What `init_private` finds beside the initial weights, if the method asks for it."""
+    if parts.algorithm.extras(parts.model).num_labels is None:
+        return {}
+    return {LABEL_COUNTS: parts.federation.label_counts(parts.clients[place], NUM_CLASSES)}
 
 
 def form(tree: Any) -> Any:
@@ -175,10 +187,13 @@ def test_memories_are_trees_of_tensors_that_keep_their_form(parts: Parts) -> Non
 @every_method
 @every_target
 def test_an_update_has_the_names_of_what_was_sent(parts: Parts) -> None:
-    sent, update = parts.send(0), parts.train(0)[0]
-    assert form(dict(sorted(update.items()))) == form(dict(sorted(sent.items())))
+    sent, update, extras = parts.send(0), parts.train(0)[0], parts.algorithm.extras(parts.model)
     assert bool(sent) == parts.algorithm.needs.communication
-    assert set(sent) <= set(parts.model.shapes)
+    for found, declared in ((sent, extras.down), (update, {name: extra.shape for name, extra in extras.up.items()})):
+        assert {name: tuple(value.shape) for name, value in found.items() if name in declared} == dict(declared)
+    sent, update = ({name: x for name, x in values.items() if name in parts.model.shapes} for values in (sent, update))
+    assert form(dict(sorted(update.items()))) == form(dict(sorted(sent.items())))
+    assert {*sent, *extras.down} == set(parts.send(0))
 
 
 @every_method
@@ -186,13 +201,14 @@ def test_an_update_has_the_names_of_what_was_sent(parts: Parts) -> None:
 def test_an_update_is_received_minus_trained(parts: Parts) -> None:
     """Whatever is trained, an update of nothing is zero: with all rates at 0 the difference vanishes.
 
-    For a client at first contact: one with a model of its own may send that, as FedALA's clients do.
+    For a client at first contact: one with a model of its own may send that, as FedALA's clients do. Extras are no
+    differences.
     """
     rates = {name: 0.0 for name in values_of(parts.algorithm) if name.endswith("lr")}
     parts.algorithm = with_settings(parts.algorithm, rates)
-    private = parts.algorithm.init_private(parts.model, parts.model.fresh(7), 7)
+    private = parts.algorithm.init_private(parts.model, parts.model.fresh(7) | label_counts(parts, 0), 7)
     update, _ = parts.algorithm.train(parts.model, parts.send(0), private, Batches(*take(parts.batches, 0)))
-    assert all(bool((value == 0).all()) for value in update.values())
+    assert all(bool((value == 0).all()) for name, value in update.items() if name in parts.model.shapes)
 
 
 @every_method
@@ -203,8 +219,8 @@ def test_a_client_that_joins_moves_as_one_that_trains(parts: Parts) -> None:
     The one starts from what is published, the other from what is sent. An average of what is published is left out.
     """
     parts.algorithm, parts.shared = changed(parts.algorithm, {"averaging": None}), parts.newest
-    sent, update = parts.send(1), parts.train(1)[0]
-    served = parts.algorithm.publish(parts.model, parts.shared, take(parts.rows, 1))
+    sent, update = (pick(values, parts.model.shapes) for values in (parts.send(1), parts.train(1)[0]))
+    served = pick(parts.algorithm.publish(parts.model, parts.shared, take(parts.rows, 1)), parts.model.shapes)
     _, (rows,) = parts.receive([1])
     trained = subtract(sent, update)
     moved = parts.algorithm.move_row(parts.model, parts.shared, take(parts.rows, 1), subtract(served, trained))
@@ -240,6 +256,9 @@ def road(simulation: Simulation) -> Any:
 
 
 VARIANTS = (
+    *NEWER,
+    "feddbe",
+    "fedpac",
     "apfl",
     "closes-over",
     "ditto",
@@ -339,7 +358,10 @@ def test_rows_and_private_memories_start_from_keys_alone(federation: Federation,
     simulation = simulate(small(method), federation)
     algorithm, state, start = simulation.algorithm, simulation.initial_state(), simulation.initial_models()["mlp"]
     for client in range(NUM_CLIENTS):
-        row = algorithm.init_row(keys.fold(keys.fold(simulation.seed, "row"), torch.tensor(client)), None)
+        key = keys.fold(keys.fold(simulation.seed, "row"), torch.tensor(client))
+        row = algorithm.init_row(state.memories.shared, key, None)
         assert_same_bits(take(state.memories.rows, client), row)
-        private = algorithm.init_private(model(), start, keys.fold(simulation.seed, "private", client))
+        counts = federation.label_counts(client, NUM_CLASSES)
+        given = start | ({} if algorithm.extras(model()).num_labels is None else {LABEL_COUNTS: counts})
+        private = algorithm.init_private(model(), given, keys.fold(simulation.seed, "private", client))
         assert_same_bits(take(state.memories.private["mlp"].take([client]), 0).private, private)

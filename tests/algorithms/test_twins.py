@@ -1009,7 +1009,3 @@ def test_fine_tuned(federation: Federation, spec: Any, base: str) -> None:
         descend(net, [sgd], minibatches(simulation, key, client, 4), 0.8)
         found = simulation.personal_weights(state.memories, model(), client, state.round, is_adapted=True)
         assert_close(found, weights_of(net))
-
-
-def test_every_method_has_a_twin() -> None:
-    assert set(ALGORITHMS) == TWINS

@@ -234,6 +234,15 @@ def test_the_score_of_a_new_client_says_how_little_it_rests_on() -> None:
     assert result.exit_code == 0, result.output
     assert "(95 % interval: " in result.stdout
     assert "6 test examples say little" in result.stdout
+    Path("oslo.csv").write_text("age,dose,outcome\n7,1,ill\n")
+    refused = invoke("add-client", "runs", "--data", "oslo.csv", "--device", "cpu")
+    assert refused.exit_code == 2
+    assert "oslo.csv has 1 example, too few to learn from some and judge" in " ".join(refused.output.split())
+    untrained = invoke(
+        "add-client", "runs", "--data", "oslo.csv", "--rounds", "0", "--device", "cpu", "--out", "oslo.pt2"
+    )
+    assert "Nothing was learned (--rounds 0)" in untrained.stdout
+    assert "It was not measured" in Path("oslo.md").read_text()
 
 
 KINDS = (
@@ -406,8 +415,9 @@ def test_python_reads_as_the_command_does(kinds: Path, tmp_path: Path) -> None:
     assert torch.equal(run.read(tmp_path / "new.csv", "Rome"), torch.tensor(expected))
     x = numpy.array([[numpy.nan if i % 4 == 0 else i, 1, 0, 0] for i in range(40)])
     joined = run.add_client(x, numpy.arange(40) % 2, rounds=0, name="Oslo")
-    assert joined.fill is not None
-    assert float(run.read(tmp_path / "new.csv", "Oslo")[1, 0]) == joined.fill[0] != fill_of(kinds, 1)
+    assert joined.reading is not None
+    assert joined.reading.fill is not None
+    assert float(run.read(tmp_path / "new.csv", "Oslo")[1, 0]) == joined.reading.fill[0] != fill_of(kinds, 1)
 
 
 def test_a_card_says_what_goes_in(kinds: Path, tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ def test_a_mark_at_the_beginning_of_a_file_is_no_part_of_a_name(tmp_path: Path) 
     assert from_table(tmp_path / "table.csv", "who", "what").x.tolist() == [[0.5]]
 
 
-@pytest.mark.parametrize("mark", ["NA", "n/a", "null", "None", "?", "-", " na "])
+@pytest.mark.parametrize("mark", ["NA", "n/a", "null", "None", "?", "-", ".", " na "])
 @pytest.mark.parametrize("separator", [",", ";"])
 def test_the_usual_marks_among_numbers_are_empty_cells(mark: str, separator: str, tmp_path: Path) -> None:
     def written(empty: str) -> Path:

@@ -90,7 +90,10 @@ def test_names_lead_to_places_and_back() -> None:
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        ("pari", r"there is no client 'pari'; did you mean 'paris'\? There are paris, lyon, metz\."),
+        (
+            "pari",
+            r"there is no client 'pari'; did you mean 'paris'\? There are paris, lyon, metz\. One that did not train",
+        ),
         ("3", "there is no client '3'; they are numbered from 0 to 2"),
         (3, "there is no client 3; they are numbered from 0 to 2"),
         (-1, "there is no client -1"),

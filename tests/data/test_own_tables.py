@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 
+import pfedhn
 from pfedhn.data.cells import read_columns
 from pfedhn.data.columns import new_client, prepared
 from pfedhn.data.files import read_client, read_federation
@@ -63,7 +64,7 @@ def test_features_are_filled_flagged_and_scaled_over_all_training_examples(tmp_p
     assert table.target == pytest.approx((float(plain.y[train].mean()), float(plain.y[train].std(correction=0))))
     torch.testing.assert_close(table.unscaled(federation.y), plain.y)
     later, _ = read_client(path, None, None, federation.x.shape[1:], federation.reading)
-    rows = torch.from_numpy(prepared(later, table, table.fill_of("a")))
+    rows = torch.from_numpy(prepared(later, table, table.reading_of("a")))
     assert torch.equal(rows.sort(0).values, federation.x.sort(0).values)
 
 
@@ -72,10 +73,43 @@ def test_a_client_that_joins_is_scaled_as_the_run_is(tmp_path: Path) -> None:
     federation = read_federation(path, "clinic", "price")
     table = table_of(federation.reading)
     x, y = read_client(path, "price", None, federation.x.shape[1:], federation.reading)
-    data, fill = new_client(x, y, "new", (0.7, 0.15, 0.15), 0, table)
-    assert fill == table.common
-    torch.testing.assert_close(data.x, torch.from_numpy(prepared(x, table, fill)))
+    data, reading = new_client(x, y, "new", (0.7, 0.15, 0.15), 0, table)
+    assert reading is not None
+    assert reading.fill == table.common
+    torch.testing.assert_close(data.x, torch.from_numpy(prepared(x, table, reading)))
     torch.testing.assert_close(table.unscaled(data.y).double(), torch.from_numpy(y))
+
+
+def test_each_client_may_be_scaled_by_its_own_training_examples(tmp_path: Path) -> None:
+    """In the federation, in what a stored run reads and exports, and for a client that joins."""
+    path, random = tmp_path / "visits.csv", numpy.random.default_rng(0)
+    rows = [f"{'ab'[i % 2]},{100 * (i % 2) + random.normal():.3f},{'xy'[i // 2 % 2]},{i % 2}," for i in range(120)]
+    path.write_text(
+        "\n".join(["clinic,dose,kind,device,outcome", *(f"{row}{i % 3 % 2}" for i, row in enumerate(rows))])
+    )
+    federation = read_federation(path, "clinic", "outcome", scale="client")
+    table, plain = table_of(federation.reading), read_federation(path, "clinic", "outcome", scale="none")
+    for client, name in enumerate("ab"):
+        train = federation.x[federation.splits["train"].of(client)].double()
+        assert train.mean(0).abs().max() < 1e-4
+        torch.testing.assert_close(train.std(0, correction=0), torch.tensor([1.0, 1, 1, 0]).double(), atol=1e-4, rtol=0)
+        own = prepared(plain.x.numpy(), replace(table, missing="zero"), table.reading_of(name))
+        mine = torch.cat([part.of(client) for part in federation.splits.values()])
+        assert torch.equal(torch.from_numpy(own)[mine], federation.x[mine])
+    run = pfedhn.train("fedavg", federation, steps=4, directory=tmp_path / "run", progress=False, device="cpu")
+    path.with_name("new.csv").write_text("dose,kind,device\n101.5,x,1\n99,y,1\n")
+    given = pfedhn.load(tmp_path / "run", device="cpu").read(tmp_path / "new.csv", "b")
+    assert torch.equal(given, run.read(tmp_path / "new.csv", "b"))
+    assert given[:, 0].abs().max() < 5
+    program = torch.export.load(run.export("b", tmp_path / "b.pt2")).module()
+    raw = torch.tensor([[101.5, 1, 0, 1], [99, 0, 1, 1]])
+    torch.testing.assert_close(program(raw), run.personal_model("b")(given).softmax(1))
+    assert "over this client's training examples" in (tmp_path / "b.md").read_text()
+    shifted = plain.x.numpy() + numpy.array([500, 0, 0, 0])
+    data, reading = new_client(shifted, plain.y.numpy(), "new", (0.7, 0.15, 0.15), 0, table)
+    assert data.x[data.splits["train"].of(0)].mean(0).abs().max() < 1e-4
+    assert reading is not None
+    assert table.reading_of("new").scaling != reading.scaling
 
 
 def test_a_stored_cell_is_read_as_it_was(tmp_path: Path) -> None:
@@ -190,6 +224,35 @@ def test_small_clients_do_not_train_and_are_named(tmp_path: Path, caplog: pytest
         read_federation(path, "clinic", "sick", min_examples=25)
     with pytest.raises(UserError, match="min_examples"):
         read_federation(path, "clinic", "sick", min_examples=0)
+
+
+@pytest.mark.parametrize("empty", ["", "NA", "?"])
+def test_rows_without_a_label_are_left_out_and_counted(
+    empty: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [f"{'ab'[i % 2]},{i % 9},{empty if i % 4 == 3 else i / 8}" for i in range(80)]
+    path, whole = tmp_path / f"visits{len(empty)}.csv", tmp_path / "whole.csv"
+    path.write_text("\n".join(["clinic,dose,score", *rows]))
+    whole.write_text("\n".join(["clinic,dose,score", *(row for i, row in enumerate(rows) if i % 4 != 3)]))
+    federation = read_federation(path, "clinic", "score")
+    assert torch.equal(federation.x, read_federation(whole, "clinic", "score").x)
+    assert f"{path.name}: 20 of 80 rows have no label in column 'score' and are left out." in caplog.text
+    assert client_sizes(path, "clinic", label_column="score") == [40, 20]
+    cell = Cell(dataset=str(path), columns={"client": "clinic", "label": "score"}, read={"min_examples": 30})
+    assert with_own_clients(cell).clients == 1
+    assert table_task(path, "score") == "regression"
+    assert len(read_client(path, "score", None, how=federation.reading)[1]) == 60
+
+
+def test_a_table_without_any_label_is_refused_and_lines_keep_their_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "visits.csv"
+    path.write_text("\n".join(["clinic,dose,state", *(f"{'ab'[i % 2]},{i}," for i in range(40))]))
+    with pytest.raises(UserError, match=r"no row of visits\.csv has a label in column 'state'; name another column"):
+        read_federation(path, "clinic", "state")
+    rows = [f"{'ab'[i % 2]},{'x' if i == 9 else i},{'' if i < 4 else 'up' if i % 3 else 'down'}" for i in range(40)]
+    path.write_text("\n".join(["clinic,dose,state", *rows]))
+    with pytest.raises(UserError, match=r"'dose' in line 11 of visits\.csv is 'x'"):
+        read_federation(path, "clinic", "state")
 
 
 def test_a_single_client_or_class_is_refused(tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
-"""Extras, label counts and features, by two methods that need them; neither is a row of the table.
+"""Extras, label counts and features, by two methods that need them.
 
 SCAFFOLD sends control variates beside weights, both ways; FedRoD needs label counts and the input of the last layer.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pfedhn
-from pfedhn import keys
-from pfedhn.algorithm import LABEL_COUNTS, NO_EXTRAS, Algorithm, Extra, Extras, client_weights, only_group
-from pfedhn.algorithm import Group as Cohort
-from pfedhn.algorithms.fedavg import FedAvg, after_mean_update, only_start
+from pfedhn.algorithm import NO_EXTRAS, Extra, Extras
+from pfedhn.algorithms.fedavg import FedAvg
+from pfedhn.algorithms.fedrod import FedRoD
+from pfedhn.algorithms.scaffold import Scaffold
 from pfedhn.combinators import with_statistics
 from pfedhn.data.federation import Federation
 from pfedhn.deploy.join import max_message
@@ -39,250 +39,25 @@ from pfedhn.deploy.plan import plan_digest
 from pfedhn.deploy.policy import Policy
 from pfedhn.deploy.signing import opened, sealed
 from pfedhn.engine.capture import CapturedRun
-from pfedhn.engine.executors import EXECUTORS
 from pfedhn.engine.plan import Plan
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.transform import TRANSFORMS
 from pfedhn.errors import UserError
 from pfedhn.kernels.fuse import Fused
-from pfedhn.keys import Key
 from pfedhn.model import Model
 from pfedhn.models import cross_entropy, is_correct
-from pfedhn.params import Params, pack, pick, subtract, take, weighted_sum, zeros_like
+from pfedhn.params import Params, pack, pick, take, zeros_like
 from pfedhn.privacy import Privacy
-from pfedhn.sgd import SGD, Batches, Rate, gradient, scan
+from pfedhn.sgd import Batches
 from pfedhn.storage.checkpoint import load_state, save_state
 
 LR, STEPS = 0.1, 3
 CLIENTS = range(NUM_CLIENTS)
 
-
-def control(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What belongs to parameters, under names that no parameter has."""
-    return {f"control/{name}": value for name, value in values.items()}
-
-
-class Memory(NamedTuple):
-    weights: Params  # w
-    control: Params  # c
-
-
-@dataclass(frozen=True)
-class Scaffold(Algorithm[Memory, tuple[()], Params]):
-    """SCAFFOLD (Karimireddy et al., ICML 2020), option II, with a server step of 1.
-
-    server   send w, c                                                          send
-    client   K times: w_i <- w_i - lr (grad L(w_i) - c_i + c)                   train
-             c_i' = c_i - c + (w - w_i) / (K lr); keep c_i'; return w - w_i, c_i' - c_i
-    server   w <- w - mean_i (w - w_i); c <- c + sum_i (c_i' - c_i) / N         receive
-    """
-
-    local_lr: Rate = LR
-    local_steps: int = STEPS
-    num_clients: int = 0
-    max_norm: float = 1e3
-
-    @property
-    def num_batches(self) -> int:
-        return self.local_steps
-
-    def for_clients(self, num_clients: int, descriptor_dim: int | None = None) -> "Scaffold":
-        return replace(self, num_clients=num_clients)
-
-    def extras(self, model: Model) -> Extras:
-        shapes = control({name: tuple(shape) for name, shape in model.shapes.items()})
-        return Extras(down=shapes, up={name: Extra(shape, self.max_norm) for name, shape in shapes.items()})
-
-    def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Memory:
-        start = only_start("SCAFFOLD", models, starts)
-        return Memory(start, zeros_like(start))
-
-    def init_private(self, model: Model, start: Params, key: Key) -> Params:
-        return zeros_like(start)
-
-    def send(self, model: Model, shared: Memory, row: tuple[()]) -> Params:
-        return shared.weights | control(shared.control)
-
-    def train(self, model: Model, received: Params, private: Params, batches: Batches) -> tuple[Params, Params]:
-        w, unpack = pack(pick(received, model.shapes))
-        c, _ = pack({name: received[f"control/{name}"] for name in model.shapes})
-        c_i, _ = pack({name: private[name] for name in model.shapes})
-        gradient_of = gradient(model.loss, unpack)
-
-        def step(weights: Tensor, batch: Batches, constants: tuple[Rate, Tensor]) -> Tensor:
-            lr, correction = constants
-            return weights - lr * (gradient_of(weights, batch) + correction)
-
-        w_i = scan(step, w, batches, (self.local_lr, c - c_i))
-        new = c_i - c + (w - w_i) / (self.local_steps * self.local_lr)
-        return unpack(w - w_i) | control(unpack(new - c_i)), unpack(new)
-
-    def receive(self, shared: Memory, groups: Sequence[Cohort]) -> tuple[Memory, list[tuple[()]]]:
-        group = only_group(groups, "SCAFFOLD")
-        ones = torch.ones_like(group.sizes, dtype=torch.float64)
-        moved = weighted_sum(group.extras, ones / self.num_clients)
-        controls = {name: value + moved[f"control/{name}"] for name, value in shared.control.items()}
-        return Memory(after_mean_update(shared.weights, group, ones / len(ones)), controls), [group.rows]
-
-
-class Head(NamedTuple):
-    weight: Tensor
-    bias: Tensor
-    counts: Tensor  # n_i, training examples per class
-
-
-@dataclass(frozen=True)
-class FedRoD(Algorithm[Params, tuple[()], Head]):
-    """FedRoD (Chen, Chao, ICLR 2022) with a linear personal head.
-
-    server   send body, head_G                                                                send
-    client   K times, on a batch: z = body(x)                                                 train
-                 body, head_G <- a step of SGD on CE(head_G(z) + log n_i, y)
-                 head_P       <- a step of SGD on CE(stop(head_G(z)) + head_P(stop(z)), y)
-             keep head_P; return what moved of body and head_G
-    server   average                                                                          receive
-    client   tested with body, head_G + head_P                                                personalize
-    """
-
-    local_lr: Rate = LR
-    local_steps: int = STEPS
-    num_labels: int = NUM_CLASSES
-
-    @property
-    def num_batches(self) -> int:
-        return self.local_steps
-
-    @property
-    def local_sgd(self) -> SGD:
-        return SGD(self.local_lr)
-
-    def extras(self, model: Model) -> Extras:
-        return Extras(num_labels=self.num_labels)
-
-    def init_shared(self, models: Mapping[str, Model], starts: Mapping[str, Params], key: Key) -> Params:
-        return only_start("FedRoD", models, starts)
-
-    def init_private(self, model: Model, start: Params, key: Key) -> Head:
-        weight, bias = (start[f"{model.last_layer}.{part}"] for part in ("weight", "bias"))
-        return Head(torch.zeros_like(weight), torch.zeros_like(bias), start[LABEL_COUNTS])
-
-    def send(self, model: Model, shared: Params, row: tuple[()]) -> Params:
-        return shared
-
-    def train(self, model: Model, received: Params, private: Head, batches: Batches) -> tuple[Params, Head]:
-        prior = private.counts.to(private.bias.dtype).clamp(min=1e-8).log()
-
-        def loss(weights: Params, batch: Batches) -> Tensor:
-            z, outputs = model.features(pick(weights, model.shapes), batch)
-            own = functional.linear(z.detach(), weights["own.weight"], weights["own.bias"])
-            return model.mean_loss(outputs + prior, batch) + model.mean_loss(outputs.detach() + own, batch)
-
-        start = received | {"own.weight": private.weight, "own.bias": private.bias}
-        trained, _ = self.local_sgd.run(loss, start, batches)
-        head = Head(trained["own.weight"], trained["own.bias"], private.counts)
-        return subtract(received, trained), head
-
-    def receive(self, shared: Params, groups: Sequence[Cohort]) -> tuple[Params, list[tuple[()]]]:
-        group = only_group(groups, "FedRoD")
-        return after_mean_update(shared, group, client_weights("size", group.sizes)), [group.rows]
-
-    def personalize(self, model: Model, received: Params, private: Head, batches: Batches) -> Params:
-        last = model.last_layer
-        head = {f"{last}.weight": private.weight, f"{last}.bias": private.bias}
-        return received | {name: received[name] + value for name, value in head.items()}
-
-
-METHODS = {"scaffold": Scaffold(), "fedrod": FedRoD()}
+SCAFFOLD = Scaffold(local_lr=LR, local_steps=STEPS, max_norm=1e3)
+METHODS = {"scaffold": SCAFFOLD, "fedrod": FedRoD(local_lr=LR, local_steps=STEPS)}
 every_method = pytest.mark.parametrize("method", METHODS)
 every_target = pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
-
-
-def batches_of(simulation: Simulation, number: int, client: int) -> list[tuple[Tensor, Tensor]]:
-    key = keys.fold(simulation.seed, "batches", number)
-    one = simulation.federation.batches(torch.tensor([client]), key, STEPS, simulation.schedule.batch_size)
-    return [(x[mask], y[mask]) for x, y, mask in zip(one.x[0], one.y[0], one.mask[0], strict=True)]
-
-
-def network(target: str, weights: Params) -> nn.Module:
-    return model(target).with_weights(weights).train()
-
-
-def weights_of(module: nn.Module) -> Params:
-    return {name: value.detach().clone() for name, value in module.named_parameters()}
-
-
-# Plain versions.
-
-
-@every_target
-def test_scaffold(federation: Federation, target: str) -> None:
-    simulation = simulate(METHODS["scaffold"], federation, target, cohort=3)
-    (w,) = simulation.initial_models().values()
-    c, c_i = zeros_like(w), [zeros_like(w) for _ in CLIENTS]
-    for number in range(simulation.num_rounds):
-        updates, moves = [], []
-        for client in simulation.cohort(number):
-            net, batches = network(target, w), batches_of(simulation, number, client)
-            for x, y in batches:
-                net.zero_grad()
-                functional.cross_entropy(net(x), y).backward()
-                with torch.no_grad():
-                    for name, value in net.named_parameters():
-                        value -= LR * (value.grad - c_i[client][name] + c[name])
-            update = subtract(w, weights_of(net))
-            new = {name: c_i[client][name] - c[name] + update[name] / (len(batches) * LR) for name in w}
-            moves.append(subtract(new, c_i[client]))
-            updates.append(update)
-            c_i[client] = new
-        w = {name: w[name] - sum(update[name] for update in updates) / len(updates) for name in w}
-        c = {name: c[name] + sum(move[name] for move in moves) / NUM_CLIENTS for name in c}
-    state = finish(simulation)
-    assert_close(state.memories.shared, Memory(w, c), rtol=1e-12)
-    assert_close(private_of(simulation, state), c_i, rtol=1e-12)
-    assert_close(personal(simulation, state), [w for _ in CLIENTS], rtol=1e-12)
-    assert max(float(value.abs().max()) for value in c.values()) > 1e-3
-
-
-@every_target
-def test_fedrod(federation: Federation, target: str) -> None:
-    simulation = simulate(METHODS["fedrod"], federation, target, cohort=3)
-    (w,) = simulation.initial_models().values()
-    last = model(target).last_layer
-    heads = [nn.Linear(*reversed(w[f"{last}.weight"].shape), dtype=torch.float64) for _ in CLIENTS]
-    for head in heads:
-        nn.init.zeros_(head.weight)
-        nn.init.zeros_(head.bias)
-    labels = [federation.y[federation.splits["train"].of(client)].tolist() for client in CLIENTS]
-    counts = [torch.tensor([own.count(label) for label in range(NUM_CLASSES)]) for own in labels]
-    assert any(0 in own for own in counts)
-    for number in range(simulation.num_rounds):
-        trained, cohort = {}, simulation.cohort(number)
-        for client in cohort:
-            net, head = network(target, w), heads[client]
-            body = nn.Sequential(*list(net)[:-1]) if target == "mlp" else None
-            optimizers = [torch.optim.SGD(part.parameters(), LR) for part in (net, head)]
-            for x, y in batches_of(simulation, number, client):
-                z = body(x) if body else functional.max_pool2d(net.conv(x), 2).relu().flatten(1)
-                outputs = net.get_submodule(last)(z)
-                prior = counts[client].double().clamp(min=1e-8).log()
-                losses = (
-                    functional.cross_entropy(outputs + prior, y),
-                    functional.cross_entropy(outputs.detach() + head(z.detach()), y),
-                )
-                for loss, optimizer in zip(losses, optimizers, strict=True):
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
-            trained[client] = weights_of(net)
-        total = sum(len(labels[client]) for client in cohort)
-        w = {name: sum(len(labels[client]) / total * trained[client][name] for client in cohort) for name in w}
-    state = finish(simulation)
-    assert_close(state.memories.shared, w, rtol=1e-12)
-    own = [Head(head.weight.detach(), head.bias.detach(), counts[client]) for client, head in enumerate(heads)]
-    assert_close(private_of(simulation, state), own, rtol=1e-12)
-    weight, bias = f"{last}.weight", f"{last}.bias"
-    tested = [w | {weight: w[weight] + head.weight, bias: w[bias] + head.bias} for head in own]
-    assert_close(personal(simulation, state), tested, rtol=1e-12)
 
 
 def private_of(simulation: Simulation, state: Any) -> list[Any]:
@@ -298,24 +73,6 @@ def road(simulation: Simulation) -> Any:
     for _ in CapturedRun(simulation, state).rounds() if simulation.executor == "captured" else simulation.rounds(state):
         pass
     return memories_of(state), personal(simulation, state), state.bytes_down, state.bytes_up
-
-
-@pytest.mark.parametrize(
-    ("method", "target", "cohort"),
-    mostly_slow(
-        [(method, *case) for method in METHODS for case in (("mlp", 3), ("conv", 1), ("batchnorm", 3))],
-        ("scaffold", "mlp", 3),
-        ("fedrod", "batchnorm", 3),
-    ),
-)
-def test_executors_agree(federation: Federation, method: str, target: str, cohort: int) -> None:
-    settings = {"rounds": 5, "cohort": cohort}
-    results = {
-        executor: road(simulate(METHODS[method], federation, target, executor=executor, **settings))
-        for executor in (*EXECUTORS, "captured")
-    }
-    for result in results.values():
-        assert_close(result, results["loop"], atol=1e-10 if target == "batchnorm" else 1e-12)
 
 
 @every_method
@@ -337,7 +94,7 @@ def test_over_the_wire_they_are_the_simulator(method: str, wire: str, tmp_path: 
 
 
 def test_extras_and_batch_statistics_go_together(tmp_path: Path) -> None:
-    simulation = simulation_of(with_statistics(Scaffold(), "shared"), models="batchnorm", rounds=2, cohort=2)
+    simulation = simulation_of(with_statistics(SCAFFOLD, "shared"), models="batchnorm", rounds=2, cohort=2)
     group = Group(simulation, tmp_path)
     group.server.run()
     assert not group.said("refused")
@@ -448,7 +205,7 @@ def test_large_extras_leave_the_bound_of_updates_as_it_is(tmp_path: Path) -> Non
 
 
 def test_extras_are_part_of_the_plan() -> None:
-    one, other, plain = (simulation_of(spec) for spec in (Scaffold(), Scaffold(max_norm=7.0), FedAvg()))
+    one, other, plain = (simulation_of(spec) for spec in (SCAFFOLD, replace(SCAFFOLD, max_norm=7.0), FedAvg()))
     assert plan_digest(one) != plan_digest(other)
     assert plain.extras == {"mlp": Extras()}
 

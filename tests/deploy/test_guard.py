@@ -54,7 +54,7 @@ class Asked:
         """The answer to a message with the weights of the first round, moved by `shift`."""
         (model,) = self.group.plan.models.values()
         state = self.group.server.state
-        row = self.group.plan.first_row(torch.tensor(0), None)
+        row = self.group.plan.first_row(state.shared, torch.tensor(0), None)
         weights = self.group.plan.exchange.publish(model, state.shared, row)
         weights = {name: value + shift for name, value in weights.items()}
         values = {"phase": "training", **values} | ({HEAD: head} if head else {})

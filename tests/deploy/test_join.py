@@ -28,7 +28,6 @@ from pfedhn.deploy.policy import Policy
 from pfedhn.deploy.serve import Service
 from pfedhn.deploy.signing import load_or_make_key, public_text, write_private
 from pfedhn.deploy.site import Site
-from pfedhn.deploy.store import append_record
 from pfedhn.deploy.study import Study
 from pfedhn.errors import RunError, UserError
 from pfedhn.privacy import Privacy
@@ -171,7 +170,6 @@ def test_what_is_kept_is_its_owner_s_alone(server: Server, tmp_path: Path, monke
         come(server.invite("lyon"), tmp_path / "own")
         write_enrolled(tmp_path / "own", SPEC)
         remember(tmp_path / "own", "lyon", tmp_path, "")
-        append_record(tmp_path / "journal", {})
         service = Service(Site(tmp_path / "state"), True, lambda event: None)
         service.site.log({"event": "serving"})
         private = Privacy(1.0, 1.0, 100.0)
@@ -180,7 +178,7 @@ def test_what_is_kept_is_its_owner_s_alone(server: Server, tmp_path: Path, monke
     finally:
         os.umask(before)
     closed = ["group/server", "group/party-0", "state", "state/parties", "own/kept/one", "privacy.json"]
-    closed += ["own/party.json", "own/enrolled.json", "group/party-0/chosen.json", "journal", "state/events.jsonl"]
+    closed += ["own/party.json", "own/enrolled.json", "group/party-0/chosen.json", "state/events.jsonl"]
     closed += [str(file.relative_to(tmp_path)) for file in (tmp_path / "group" / "server").iterdir()]
     assert {name for name in closed if (tmp_path / name).stat().st_mode & 0o077} == set()
 

@@ -23,8 +23,10 @@ def test_a_method_without_private_steps_is_refused_before_it_costs_anything(
     simulation = simulation_of(small(method), rounds=1, cohort=1, evaluate_every=1_000)
     group = Group(simulation, tmp_path, Policy(start_with=1), clients=[2])
     privacy = Privacy(1.0, 1.0, epsilon=1e9, level="example")
-    if method in NOT_OFFERED:
-        with pytest.raises(UserError, match="privacy of single examples is not offered"):
+    leaks = simulation.extras["mlp"].unprotected
+    if method in NOT_OFFERED or leaks:
+        sentence = "noise on gradients does not protect" if leaks else "privacy of single examples is not offered"
+        with pytest.raises(UserError, match=sentence):
             replace(group.parties["party-2"], privacy=privacy)
         assert not (group.parties["party-2"].folder / "privacy.json").exists()
         return

@@ -175,7 +175,7 @@ class Recorded(Group):
             self.plan, RUN, self.folder / "server", self.server_key,
             lambda: {name: key.public_key() for name, key in self.keys.items()},
             self.transport, self.policy, self.events.append, self.transport.clock,
-            Records(self.state / RECORDS, self.server_key),
+            records=Records(self.state / RECORDS, self.server_key),
         )  # fmt: skip
         return self.server
 

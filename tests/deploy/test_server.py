@@ -2,8 +2,11 @@
 
 import itertools
 import shutil
+import sqlite3
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,6 @@ from parties import (
     simulation_of,
     small,
 )
-from safetensors.torch import load_file
 from support import BATCH_SIZE, TRAIN_SIZES, assert_close, assert_same_bits, model, mostly_slow
 
 from pfedhn import keys
@@ -34,14 +36,15 @@ from pfedhn.algorithms.embeddings import Embeddings
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.fedper import FedPer
 from pfedhn.cli.federation import sayer
-from pfedhn.combinators import fine_tuned, with_settings, with_statistics
+from pfedhn.combinators import fine_tuned, with_statistics
 from pfedhn.data.federation import Federation
 from pfedhn.deploy import checks
 from pfedhn.deploy import privacy as secrets
 from pfedhn.deploy import server as serving
-from pfedhn.deploy import store as server_store
+from pfedhn.deploy.backup import back_up
 from pfedhn.deploy.checks import check_scores
 from pfedhn.deploy.contacts import Arrival
+from pfedhn.deploy.database import DATABASE, Database
 from pfedhn.deploy.party import SILENCE, Party
 from pfedhn.deploy.party_policy import PartyPolicy
 from pfedhn.deploy.plan import plan_digest
@@ -59,8 +62,6 @@ from pfedhn.errors import RunError, UserError
 from pfedhn.params import stack, take
 from pfedhn.privacy import Privacy, Protection, RoundCost
 from pfedhn.sgd import SGD
-from pfedhn.storage import checkpoint
-from pfedhn.storage.files import sealed_json, unsealed_json, write_tensors
 
 SEED = 5
 
@@ -253,26 +254,6 @@ def test_steps_are_judged_by_who_has_scores_of_the_chosen_round(
     assert state.is_adapted is expected
 
 
-@pytest.mark.parametrize(("steps", "is_told", "expected"), [(2, True, True), (2, False, None), (0, False, False)])
-def test_a_run_that_an_earlier_version_ended_stays_as_it_was_told(
-    steps: int, is_told: bool, expected: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    algorithm = with_settings(spoiling(monkeypatch, 0.0), {"adaptation_steps": steps})
-    group = Group(simulation_of(algorithm, rounds=2, cohort=2), tmp_path)
-    group.server.run()
-    file = max((tmp_path / "server").glob("checkpoint-*.json"))
-    table = unsealed_json(file.read_bytes())
-    del table["is_adapted"]
-    table["final"] = table["final"] if is_told else {}
-    file.write_bytes(sealed_json(table))
-    assert group.new_server().state.is_adapted is expected
-    state = group.server.state
-    state.is_adapted, state.members["party-1"].phase = None, "joining"
-    for name, found in (("party-1", None), ("party-0", True)):  # by its journal: who joined has decided nothing
-        group.server.store.rules.apply(state, {"kind": "tell", "party": name, "scores": {}})
-        assert state.is_adapted is found
-
-
 @pytest.mark.slow
 def test_half_the_bytes_and_several_networks_over_the_wire(tmp_path: Path) -> None:
     federation = named_federation().with_architectures(["mlp", "wide", "mlp", "wide", "wide", "mlp"])
@@ -321,24 +302,6 @@ def test_a_server_that_is_killed_at_any_record_loses_nothing(
     assert_simulated(group, expected[1])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kept", [0, 7, 41, -5])
-def test_a_record_that_was_half_written_is_cut_off(
-    kept: int, expected: tuple[Simulation, State], tmp_path: Path
-) -> None:
-    """The power goes while an update is written: it was never accepted, and is asked for again."""
-    group = Group(expected[0], tmp_path)
-    stop_after(group, "round", 2)
-    journal = group.server.store._journal(group.server.store.number)
-    before = journal.read_bytes()
-    group.new_server()
-    stop_after(group, "accepted", 1)
-    journal.write_bytes(before + journal.read_bytes()[len(before) :][:kept])
-    group.new_server()
-    group.server.run()
-    assert_simulated(group, expected[1])
-
-
 def stop_after(group: Group, event: str, times: int) -> None:
     """Kill the server when it has said something so many times."""
     log, left = group.server.log, times
@@ -356,149 +319,113 @@ def stop_after(group: Group, event: str, times: int) -> None:
     group.transport._waiting.clear()
 
 
+def change(folder: Path, *statements: str) -> None:
+    """Do something to a server's database."""
+    with closing(sqlite3.connect(folder / DATABASE)) as connection, connection:
+        for statement in statements:
+            connection.execute(statement)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("is_gone", [False, True])
 def test_a_damaged_checkpoint_is_made_up_for_by_the_one_before(
-    is_gone: bool, expected: tuple[Simulation, State], tmp_path: Path
+    expected: tuple[Simulation, State], tmp_path: Path
 ) -> None:
     group = Group(expected[0], tmp_path, Policy(checkpoint_seconds=0.0))
     stop_after(group, "round", 3)
-    files = sorted((tmp_path / "server").glob("checkpoint-*"))
-    assert len(files) == 4  # two, each of tensors and a table
-
-    def spoil(file: Path) -> None:
-        file.write_bytes(file.read_bytes()[:-9])
-        if is_gone:
-            file.unlink()
-
-    for file in files[2:]:
-        spoil(file)
+    newest = "(select max(number) from checkpoints)"
+    change(
+        tmp_path / "server",
+        f"update tensors set content = cast(substr(content, 1, length(content) - 1) || x'07' as blob) "
+        f"where checkpoint = {newest}",
+    )
     group.new_server()
     assert group.server.state.round == 3
     group.server.run()
     assert_simulated(group, expected[1])
-    for file in (tmp_path / "server").glob("checkpoint-*"):
-        spoil(file)
+    change(tmp_path / "server", "update checkpoints set record = replace(record, 'round', 'ruond')")
     with pytest.raises(RunError, match=r"no checkpoint in .* is sound"):
         group.new_server()
 
 
-def saved(file: Path) -> bool:
-    return file.name.startswith("checkpoint-")
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "delete from checkpoints",
+        "delete from tensors",
+        "delete from journal where number = (select max(number) from journal) - 1",
+        "update journal set record = replace(record, 'party-1', 'party-2') where kind = 'accept'",
+        "update journal set message = x'00' where kind = 'accept'",
+    ],
+)
+def test_what_is_damaged_is_said_and_nothing_is_left_out(damage: str, tmp_path: Path) -> None:
+    simulation = simulation_of(small("fedavg"), rounds=6, cohort=6, evaluate_every=1_000)
+    group = Group(simulation, tmp_path, Policy(checkpoint_seconds=0.0))
+    stop_after(group, "round", 3)
+    group.policy = replace(group.policy, checkpoint_seconds=1e9)
+    group.new_server()
+    stop_after(group, "accepted", 4)
+    change(tmp_path / "server", damage)
+    with pytest.raises(RunError, match="restore the folder from a backup"):
+        group.new_server()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rounds", [1, 2, 3])
-def test_a_copy_that_was_made_while_checkpoints_were_written_is_whole_or_refused(rounds: int, tmp_path: Path) -> None:
-    """Checkpoints are copied first and journals last, and in between the server goes on and writes more of them."""
-    simulation = simulation_of(small("pfedhn-pc"), rounds=8, cohort=6, evaluate_every=1_000)
-    group = Group(simulation, tmp_path, Policy(checkpoint_seconds=1e9))
-    server, copied = tmp_path / "server", tmp_path / "copy"
-    copied.mkdir()
-
-    def copy_some(is_wanted: Callable[[Path], bool]) -> None:
-        for file in filter(is_wanted, server.iterdir()):
-            shutil.copy(file, copied)
-
-    def listen(event: Any) -> None:
-        group.events.append(event)
-        if event["event"] == "round":
-            group.server._saved = -1e12  # a checkpoint falls due
-        if event["event"] == "accepted" and event["round"] == 1 and not list(copied.iterdir()):
-            copy_some(saved)
-        if event["event"] == "accepted" and event["round"] == 1 + rounds:
-            copy_some(lambda file: not saved(file))
-            raise Killed
-
-    group.server.log = listen
-    with pytest.raises(Killed):
-        group.server.run()
-    group.transport._waiting.clear()
-    live = group.server.state
-    shutil.rmtree(server)
-    copied.rename(server)
-    if rounds > 1:  # the journal that follows the checkpoint is gone, with what it said
-        with pytest.raises(RunError, match="journal-000000001 is missing"):
-            group.new_server()
-        return
-    restored = group.new_server().state
-    assert (restored.round, restored.num_accepted) == (live.round, live.num_accepted) == (2, 13)
-    assert_same_bits([restored.shared, restored.rows], [live.shared, live.rows])
-    # Another checkpoint later, a new server still reads what happened and nothing else.
-    group.server._saved = -1e12
-    stop_after(group, "round", 2)
-    live = group.server.state
-    restored = group.new_server().state
-    assert (restored.round, restored.num_accepted) == (live.round, live.num_accepted)
-    assert_same_bits([restored.shared, restored.rows], [live.shared, live.rows])
+def test_a_file_that_is_no_database_is_said(tmp_path: Path) -> None:
+    (tmp_path / DATABASE).write_bytes(b"x" * 5_000)
+    with pytest.raises(RunError, match="restore the folder from a backup"):
+        Database(tmp_path)
+    (tmp_path / "other").mkdir()
+    Database(tmp_path / "other")
+    change(tmp_path / "other", "pragma user_version = 99")
+    with pytest.raises(RunError, match="another version of pfedhn"):
+        Database(tmp_path / "other")
 
 
-def test_what_another_server_left_after_a_checkpoint_is_not_taken_in(tmp_path: Path) -> None:
-    """It was brought back from a copy, and files of what came later are still there."""
-    group = Group(simulation_of(small("fedavg"), rounds=3, cohort=6, evaluate_every=1_000), tmp_path)
-    stop_after(group, "round", 1)
-    store = group.server.store
-    shutil.copy(store._journal(0), store._journal(1))
-    assert store.number == 0
-    group.server._checkpoint(is_wanted=True)
-    assert group.new_server().state.num_accepted == 6
-
-
-def test_a_folder_of_an_earlier_version_goes_on(expected: tuple[Simulation, State], tmp_path: Path) -> None:
-    """Its tensors were in a file without an ending that carried its own digest. Few methods had every combinator."""
+def test_a_backup_that_was_made_at_work_goes_on(expected: tuple[Simulation, State], tmp_path: Path) -> None:
     group = Group(expected[0], tmp_path, Policy(checkpoint_seconds=0.0))
-    plan = plan_digest(group.server.plan, left_out=("statistics",))
     stop_after(group, "round", 2)
-    for file in (tmp_path / "server").glob("checkpoint-*.json"):
-        table = {**unsealed_json(file.read_bytes()), "format": 3, "plan": plan}
-        del table["tensors_sha256"]
-        file.write_bytes(sealed_json(table))
-        tensors = file.with_suffix(".safetensors")
-        write_tensors(file.with_suffix(""), load_file(tensors))
-        tensors.unlink()
+    (tmp_path / "server" / "parties").mkdir()
+    (tmp_path / "server" / "parties" / "lyon.json").write_text("{}")
+    assert back_up(tmp_path / "server", tmp_path / "copy") == 2  # the server has its database open
+    with pytest.raises(UserError, match="is not empty"):
+        back_up(tmp_path / "server", tmp_path / "copy")
+    stop_after(group, "accepted", 1)
+    shutil.rmtree(tmp_path / "server")
+    (tmp_path / "copy").rename(tmp_path / "server")
+    assert all(file.stat().st_mode & 0o077 == 0 for file in (tmp_path / "server").rglob("*"))
     group.new_server().run()
     assert_simulated(group, expected[1])
-    assert all(file.suffix for file in (tmp_path / "server").glob("checkpoint-*"))
 
 
-def test_journals_alone_are_no_state(tmp_path: Path) -> None:
-    group = Group(
-        simulation_of(small("fedavg"), rounds=4, cohort=6, evaluate_every=1_000),
-        tmp_path,
-        Policy(checkpoint_seconds=0.0),
-    )
-    stop_after(group, "round", 3)
-    for file in filter(saved, (tmp_path / "server").iterdir()):
-        file.unlink()
-    with pytest.raises(RunError, match=r"no checkpoint in .* is sound"):
+def test_a_folder_of_version_0_1_is_refused(tmp_path: Path) -> None:
+    group = Group(simulation_of(small("fedavg"), rounds=1, cohort=6), tmp_path)
+    (tmp_path / "server" / "journal-000000000").touch()
+    with pytest.raises(RunError, match=r"of version 0\.1"):
         group.new_server()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("number", range(8))
-def test_a_server_that_is_killed_between_the_parts_of_a_checkpoint_goes_on(
-    number: int, when: str, expected: tuple[Simulation, State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [0, 1, 4, 9])
+def test_a_server_that_is_killed_in_a_checkpoint_goes_on(
+    number: int, expected: tuple[Simulation, State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first two checkpoints, write by write: where the first is half there, its journal is already."""
-    left = number
+    """At the first two checkpoints: in their middle, which undoes all of it, and at their end."""
+    left, whole = number, Database.changing
 
-    def dying(write: Callable[..., None]) -> Callable[..., None]:
-        def dies(*arguments: Any, **more: Any) -> None:
-            nonlocal left
-            left -= 1
-            if left < 0 and when == "before":
+    @contextmanager
+    def dying(database: Database) -> Iterator[Any]:
+        nonlocal left
+        with whole(database) as cursor:
+            yield cursor
+            is_checkpoint = sys._getframe(2).f_code.co_name == "save"
+            left -= is_checkpoint
+            if is_checkpoint and left == 0:
                 raise Killed
-            write(*arguments, **more)
-            if left < 0:
-                raise Killed
-
-        return dies
+        if is_checkpoint and left < 0:
+            raise Killed
 
     group = Group(expected[0], tmp_path, Policy(checkpoint_seconds=0.0))
     with monkeypatch.context() as patch:
-        for module in (server_store, checkpoint):
-            patch.setattr(module, "write_atomically", dying(module.write_atomically))
+        patch.setattr(Database, "changing", dying)
         with pytest.raises(Killed):
             group.server.run()
     group.transport._waiting.clear()
@@ -1487,7 +1414,7 @@ def test_privacy_refuses_what_leaks_beside_it(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="which classes a client has"):
         replace(group.parties["party-0"], privacy=privacy)
     with pytest.raises(UserError, match="say how much epsilon"):
-        replace(Group(simulation_of(small("fedavg")), tmp_path).parties["party-0"], privacy=Privacy(1.0, 1.0))
+        replace(Group(simulation_of(small("fedavg")), tmp_path / "other").parties["party-0"], privacy=Privacy(1.0, 1.0))
 
 
 def test_noise_has_the_deviation_it_says() -> None:

@@ -62,8 +62,9 @@ class Party:
         target = simulation.model_of(self.client)
         identity = self.data.identity(torch.tensor(0))
         if self.kept is None:
-            start = simulation.initial_models()[target.name]
-            self.kept = exchange.first_contact(target, start, offer.weights, int(identity))
+            start, num_labels = simulation.initial_models()[target.name], simulation.extras[target.name].num_labels
+            counts = None if num_labels is None else self.data.label_counts(0, num_labels)
+            self.kept = exchange.first_contact(target, start, offer.weights, int(identity), counts)
         key = keys.fold(exchange.seed, "batches", int(offer.round))
         batches = self.data.batches(torch.tensor([0]), key, exchange.algorithm.num_batches, BATCH_SIZE)
         update, kept = exchange.train(target, offer, self.kept, take(batches, 0))

@@ -145,6 +145,10 @@ def test_lists_make_a_grid_and_methods_differ_where_they_say_so() -> None:
             "lr = 0.1",
             "mine has no field 'lr', which is a setting of a method; write lr = 0.1 under the heading [methods.pf",
         ),
+        (
+            "method = ['local', 'pfedhn']\nsettings = {lr = 1}",
+            "settings.lr is for all methods, and local has no 'lr'; write lr = 1 under the heading [methods.pfedhn].",
+        ),
         ("method = ['fedavg']\nlr = 1", "write local_lr = 1 under the heading [methods.fedavg]."),
         (
             "num_clients = 3",
@@ -379,7 +383,19 @@ def test_fields_that_came_later_leave_the_names_of_stored_runs_alone() -> None:
         "select",
         "patience",
         "folds",
+        "robust",
+        "attack",
     )
     older = {name: value for name, value in asdict(cell).items() if name not in younger}
     assert cell_digest(cell) == hashlib.sha256(json.dumps(older, sort_keys=True).encode()).hexdigest()
     assert cell_digest(other) != cell_digest(cell)
+
+
+def test_a_defense_is_given_by_name_or_with_settings() -> None:
+    experiment = from_table({"method": "fedavg", "robust": ["none", "median", {"rule": "adaptive-norm"}]}, "grid")
+    assert [cell.robust for cell in experiment.cells] == [None, "median", {"rule": "adaptive-norm"}]
+    (cell,) = with_assignments(from_table({"robust": "per-party"}, "one"), {"robust.factor": 3.0}).cells
+    assert cell.robust == {"rule": "per-party", "factor": 3.0}
+    table = from_table({"robust": {"rule": "per-party", "memory": 0.9}}, "one")
+    (cell,) = with_assignments(table, {"robust": "median"}).cells
+    assert cell.robust == "median"

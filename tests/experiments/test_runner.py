@@ -134,8 +134,13 @@ def test_a_directory_refuses_another_experiment(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"or other settings of it: steps is .* there and 31 here; give another"):
         directory.open(with_assignments(SMALL, {"steps": 31}), [])
     other_rates = with_assignments(SMALL, {"local_lr": 0.3})
-    with pytest.raises(UserError, match=r"holds 'small' with other learning rates \(local_lr is None there and 0\.3 "):
+    refusal = (
+        r"holds 'small' with other method settings \(local_lr is None there and 0\.3 .*run --resume .* keeps those"
+    )
+    with pytest.raises(UserError, match=refusal):
         directory.open(other_rates, [])
+    with pytest.raises(UserError, match=r"other method settings \(local_steps is .*give another --out"):
+        directory.refuse_other(with_assignments(SMALL, {"local_steps": 3}), named=tmp_path.parent)
     with pytest.raises(UserError, match="or other settings of it: steps is 30 there"):
         directory.open(with_assignments(other_rates, {"steps": 31}), [])
     assert directory.read()[0] == SMALL

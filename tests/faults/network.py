@@ -6,27 +6,26 @@ the simulator when just the parties take part whose updates were accepted.
 """
 
 import json
-import os
 import shutil
 import signal
+import socket
+import ssl
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from deploy.parties import with_cohorts
-from deploy.test_flower import PARTIES, SPEC, STRANGERS, World, write_data
+from deploy.test_processes import PARTIES, SPEC, STRANGERS, World, write_data
 from faults.table import Row, row_of
 from torch.utils import _pytree as pytree
 
 from pfedhn import models
 from pfedhn.algorithms.find import build_algorithm
 from pfedhn.data.files import read_federation
-from pfedhn.deploy import programs
 from pfedhn.deploy.join import load_party
-from pfedhn.deploy.serve import CONNECTION
-from pfedhn.deploy.signing import load_or_make_key, public_text
 from pfedhn.deploy.site import Site
 from pfedhn.deploy.state import Rules
 from pfedhn.deploy.store import Store
@@ -34,7 +33,7 @@ from pfedhn.params import take
 from pfedhn.runs.assemble import assemble
 
 SECONDS = 300.0  # that a fault may cost at most
-ROUNDS = 40  # more than all faults together take, also where a round takes but seconds
+ROUNDS = 3_000  # more than all faults together take
 MAX_DIFFERENCE = 1e-2  # float32, over many rounds
 
 
@@ -94,12 +93,16 @@ def takes_part_again(world: Federation, name: str) -> float:
     return time.monotonic() - began
 
 
+def kill(world: Federation, process: Any) -> None:
+    world.started.remove(process)
+    process.kill()
+    process.wait()
+
+
 def kill_party(world: Federation) -> str:
-    """Its process, and with it the socket that Flower's node speaks to, in the middle of a round."""
+    """In the middle of a round; the others go on without it."""
     world.rounds(1)
-    world.started.remove(world.parties["lyon"])
-    world.parties["lyon"].kill()
-    world.parties["lyon"].wait()
+    kill(world, world.parties["lyon"])
     world.rounds(2)
     world.parties["lyon"] = world.join("lyon")
     return f"the others went on; it took part again after {takes_part_again(world, 'lyon'):.0f} s"
@@ -121,7 +124,7 @@ def stop_party(world: Federation) -> str:
 
 def copy_party(world: Federation) -> str:
     """A second process with the folder, and so the key, of a party: who of them answers does not matter."""
-    shutil.copytree(world.folder / "pfedhn-paris", world.folder / "copy", ignore=shutil.ignore_patterns("engine"))
+    shutil.copytree(world.folder / "pfedhn-paris", world.folder / "copy")
     copy = world.start("copy.log", "join", "paris.invite", "--data", "data/paris", "--folder", "copy")
     try:
         world.rounds(3)
@@ -132,64 +135,50 @@ def copy_party(world: Federation) -> str:
     return f"the party went on; it took part again after {takes_part_again(world, 'paris'):.0f} s"
 
 
-def kill_run(world: Federation) -> str:
-    os.kill(world.last("running")["pid"], signal.SIGKILL)
-    return f"went on after {world.rounds(1):.0f} s"
-
-
-def kill_engine(world: Federation) -> str:
-    os.kill(world.last("engine")["pid"], signal.SIGKILL)
-    return f"went on after {world.rounds(1):.0f} s"
-
-
-def kill_everything_of_the_server(world: Federation) -> str:
-    for pid in (world.server.pid, world.last("engine")["pid"], world.last("running")["pid"]):
-        os.kill(pid, signal.SIGKILL)
-    world.server.wait()
-    world.started.remove(world.server)
+def kill_server(world: Federation) -> str:
+    kill(world, world.server)
     world.serve()
     return f"went on after {world.rounds(1):.0f} s"
 
 
-def kill_server_alone(world: Federation) -> str:
-    """Its engine and its run live on without a door; the next server ends them, and goes on from what they did."""
-    world.server.kill()
-    world.server.wait()
-    world.started.remove(world.server)
+def kill_all(world: Federation) -> str:
+    for process in (world.server, *world.parties.values()):
+        kill(world, process)
     world.serve()
+    world.parties = {name: world.join(name) for name in PARTIES}
     return f"went on after {world.rounds(1):.0f} s"
 
 
-def register_a_stranger(world: Federation) -> str:
-    """On the server's own machine, where Flower can be reached, a key of its own becomes a node."""
-    home, own = world.folder / "state" / "engine", world.folder / "stranger"
-    (own / "engine").mkdir(parents=True)
-    key = load_or_make_key(own / "key")
-    (own / "key.pub").write_text(public_text(key.public_key()))
-    done = programs.run([programs.path_of("flwr"), "supernode", "register", str(own / "key.pub"), CONNECTION], home)
-    if done.returncode:
-        raise RuntimeError(done.stdout + done.stderr)
-    address = (home / "config.toml").read_text().split('address = "')[1].split('"')[0]
-    node = programs.start(
-        [
-            programs.path_of("flower-supernode"), "--superlink", address, "--root-certificates",
-            str(home / "ca.crt"), "--auth-supernode-private-key", str(own / "key"),
-            "--port", str(programs.free_port()), "--node-config", 'socket="/nowhere"',
-        ],
-        own / "engine",
-    )  # fmt: skip
+def flood(world: Federation) -> str:
+    """More connections than the system allows a process, of which none says a word."""
+    idle = []
     try:
-        began = time.monotonic()
-        while not any(one["event"] == "stranger" and "node" in one for one in world.events()):
-            if time.monotonic() - began > SECONDS:
-                raise TimeoutError("nobody noticed")
-            time.sleep(0.3)
-        world.rounds(1)
-        if "message" in (own / "engine" / "flower-supernode.log").read_text().lower():
-            raise RuntimeError("something was sent to it")
+        for _ in range(2_000):
+            with suppress(OSError):
+                idle.append(socket.create_connection(("127.0.0.1", world.port), timeout=5.0))
+        seconds = world.rounds(2)
     finally:
-        programs.stop(node)
-    return "it was seen, and sent nothing"
+        for one in idle:
+            one.close()
+    return f"{len(idle)} connections; it went on after {seconds:.0f} s"
+
+
+def dribble(world: Federation) -> str:
+    """Requests that come a byte at a time, and replies that are announced and do not come."""
+    context = ssl.create_default_context(cafile=str(world.folder / "state" / "ca.crt"))
+    slow = []
+    try:
+        for path in ("/enroll", "/session", "/poll", f"/reply/{'0' * 32}") * 10:
+            one = context.wrap_socket(
+                socket.create_connection(("127.0.0.1", world.port), timeout=60.0), server_hostname="127.0.0.1"
+            )
+            one.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n{{".encode())
+            slow.append(one)
+        seconds = world.rounds(2)
+    finally:
+        for one in slow:
+            one.close()
+    return f"it went on after {seconds:.0f} s"
 
 
 def turned_away(knock: Callable[[World], None]) -> Callable[[Federation], str]:
@@ -205,11 +194,10 @@ FAULTS: dict[str, Callable[[Federation], str]] = {
     "party killed -9 in a round and started again": kill_party,
     "party slower than the round": stop_party,
     "two processes with the key of one party": copy_party,
-    "run killed -9": kill_run,
-    "engine killed -9": kill_engine,
-    "server killed -9, with its Flower and run": kill_everything_of_the_server,
-    "server killed -9 alone, and started again": kill_server_alone,
-    "a stranger becomes a node of Flower": register_a_stranger,
+    "server killed -9 and started again": kill_server,
+    "server and all parties killed -9 and started again": kill_all,
+    "2,000 connections that say nothing": flood,
+    "requests that never end": dribble,
 }
 
 
@@ -259,7 +247,7 @@ def ending(world: Federation) -> tuple[str, str]:
 def largest_difference(world: World) -> float:
     """Between all that server and parties remember and the simulator, in multiples of the largest number there."""
     site = Site(world.folder / "state")
-    state, cell = Store(site.folder / "server", Rules(site.plan)).load(), site.spec.cell
+    state, cell = Store(site.folder, Rules(site.plan)).load(), site.spec.cell
     steps: dict[int, list[str]] = {}
     for one in world.events():
         if one["event"] == "accepted":

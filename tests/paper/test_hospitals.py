@@ -18,7 +18,8 @@ from pfedhn.errors import UserError
 from pfedhn.experiments import preflight, tables
 from pfedhn.experiments.spec import Cell
 from pfedhn.paper import hospital_numbers as numbers
-from pfedhn.paper import hospitals
+from pfedhn.paper import hospitals, hospitals_privacy
+from pfedhn.privacy import Privacy
 from pfedhn.report.results import read_file
 from pfedhn.report.study import findings
 from pfedhn.runs.yardsticks import Table
@@ -135,3 +136,16 @@ def test_figures_draw() -> None:
     (finding,) = findings([runs])
     for draw in finding.figures.values():
         draw().draw_without_rendering()
+
+
+def test_private_cells_spend_their_budget_in_all_rounds() -> None:
+    for cell in hospitals_privacy.STUDY.cells:
+        if cell.privacy:
+            privacy = Privacy(**cell.privacy)
+            assert cell.batch_size > max(hospitals.SIZES["stroke"])
+            assert privacy.num_rounds(privacy.cost(35, 35, 1)) == hospitals_privacy.ROUNDS
+            assert cell.steps == hospitals_privacy.ROUNDS * cell.clients == hospitals_privacy.ROUNDS * 48
+            assert cell.cohort_size == cell.clients
+    (runs,) = read_file(ROOT / "results" / "hospitals-privacy.jsonl")
+    assert runs.experiment.cells == hospitals_privacy.STUDY.cells
+    assert len(runs.results) == 3 * len(hospitals_privacy.STUDY.cells)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import pfedhn
 from pfedhn.cli.app import app
 from pfedhn.cli.endings import LEARNED_NOTHING
-from pfedhn.data.reading import Column, Scaling, TableReading
+from pfedhn.data.reading import ClientReading, Column, Scaling, TableReading
 from pfedhn.runs.pipeline import TablePipeline
 
 RUN = """
@@ -44,10 +44,11 @@ def test_a_pipeline_fills_flags_scales_and_brings_outputs_to_the_units_of_the_la
         target=(7, 3),
     )
     x = torch.tensor([[1, 0, torch.nan], [0, 1, 1e9]])
-    pipeline = TablePipeline(torch.nn.Identity(), table, (0, 0, 9), has_classes=False)
+    reading = ClientReading((0, 0, 9), table.scaling)
+    pipeline = TablePipeline(torch.nn.Identity(), table, reading, has_classes=False)
     inputs = torch.tensor([[1, 0, (9 - 5) / 2, 1], [0, 1, 10, 0]])
     assert torch.equal(pipeline(x), inputs * 3 + 7)
-    assert torch.equal(TablePipeline(torch.nn.Identity(), table, (0, 0, 9), has_classes=True)(x), inputs.softmax(-1))
+    assert torch.equal(TablePipeline(torch.nn.Identity(), table, reading, has_classes=True)(x), inputs.softmax(-1))
 
 
 def visits(path: Path) -> None:

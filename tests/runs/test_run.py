@@ -31,6 +31,7 @@ from pfedhn.experiments.spec import Cell
 from pfedhn.runs import execute as execution
 from pfedhn.runs.assemble import assemble, choose_device
 from pfedhn.runs.execute import computing_on
+from pfedhn.runs.train import USUAL
 
 
 def a_network() -> nn.Module:
@@ -186,7 +187,8 @@ def test_both_roads_have_the_same_defaults() -> None:
         options.deterministic,
     )
     cell = Cell()
-    for name in ("steps", "cohort_size", "batch_size", "evaluate_every", "upload", "download"):
+    ours |= USUAL  # where a model is given
+    for name in ("steps", "cohort_size", "batch_size", "evaluate_every", "select", "patience", "upload", "download"):
         assert ours[name] == getattr(cell, name), name
 
 

@@ -55,7 +55,7 @@ def without_gradient(outputs: Tensor, y: Tensor) -> Tensor:
             r"read it with pfedhn\.datasets\.read_federation\('visits\.csv', 'CLIENT', 'LABEL'\)",
         ),
         ({"model": {}}, "model names no target network"),
-        ({"model": None}, "is given as NoneType"),
+        ({"model": None}, "model is left out, and only a federation of a table has a usual one"),
         ({"model": lambda: NETWORK}, "the same network twice"),
         ({"model": unseeded}, "gives other weights for the same seed"),
         ({"model": failing}, "fails: RuntimeError: no such file of weights"),

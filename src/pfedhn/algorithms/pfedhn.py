@@ -106,7 +106,7 @@ class PFedHN(Algorithm[Shared, Row, Private]):
         powers, step = self.rows.powers().to(like.device), torch.zeros((), dtype=torch.int32, device=like.device)
         return Shared(phi, zeros_like(phi), self.server.first_squares(phi), spectral, powers, step)
 
-    def init_row(self, key: keys.Key, descriptor: Tensor | None) -> Row:
+    def init_row(self, shared: Shared, key: keys.Key, descriptor: Tensor | None) -> Row:
         return self.rows.start(key, descriptor)
 
     def join_row(self, shared: Shared, rows: Row, descriptor: Tensor | None) -> Row:

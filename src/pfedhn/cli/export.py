@@ -76,7 +76,7 @@ def export(
         if described.classes is None:
             y = y.astype("float32")
         if described.reading is not None and (table := described.reading.table) is not None:
-            x = prepared(x, table, table.fill_of(described.name_of(described.number_of(client))))
+            x = prepared(x, table, table.reading_of(described.name_of(described.number_of(client))))
             y = table.scaled(y)
         examples = described.prepared(x), y
     trained.export(client, to, data=examples)

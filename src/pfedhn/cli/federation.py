@@ -95,6 +95,8 @@ def _sentence(event: Mapping[str, Any]) -> str | None:
     if kind == "evaluated":
         scores = ", ".join(f"{split} {event[split]:.4f}" for split in ("validation", "test") if split in event)
         return f"round {event['round']}: {event['parties']} parties tested; {scores}"
+    if kind == "alert":
+        return f"alert: {event['sentence']}"
     if kind == "round":
         return f"round {event['round']}: {', '.join(event['parties'])}"
     if kind == "judged":

@@ -56,6 +56,12 @@ def join(
         float | None,
         Option(metavar="D", help="Privacy: the probability that the budget is counted at.", show_default="0.00001"),
     ] = None,
+    min_group: Annotated[
+        int, Option(metavar="N", help="Statistics before training: withhold numbers of groups with fewer rows.")
+    ] = 5,
+    statistics_epsilon: Annotated[
+        float | None, Option(metavar="E", help="Statistics before training: add noise, and spend so much epsilon.")
+    ] = None,
     device: DeviceOption = None,
     stay: Annotated[bool, Option("--stay", help="Keep running when the run is over.")] = False,
     as_json: JsonOption = False,
@@ -76,9 +82,10 @@ def join(
     need_the_extra()
     import threading
 
+    from pfedhn.data.summaries import Noise
     from pfedhn.deploy.guard import check_plan, check_spec
     from pfedhn.deploy.invitations import read_bundle
-    from pfedhn.deploy.join import Joined, enroll, find_study, keep_policy, load_party, remember
+    from pfedhn.deploy.join import Joined, enroll, find_study, keep_policy, load_party, remember, settle_first
     from pfedhn.engine.gpu import computing_on_gpu
     from pfedhn.privacy import Privacy
     from pfedhn.runs.assemble import choose_device
@@ -112,7 +119,11 @@ def join(
         enroll(given, own, stop, tell, own_key, study)
         if stop.is_set():
             return
-        remember(own, given.name, given_path(data, is_resolved=True), size)
+        place_of_data = given_path(data, is_resolved=True)
+        remember(own, given.name, place_of_data, size)
+        noise_of_statistics = None if statistics_epsilon is None else Noise(statistics_epsilon)
+        if not settle_first(given, own, place_of_data, stop, tell, min_group, noise_of_statistics):
+            return
         party = load_party(own, privacy=privacy, device=place, may_replace=replace_model)
         spent = "none" if party.budget is None else str(party.budget)
         tell(

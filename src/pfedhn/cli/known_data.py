@@ -7,8 +7,9 @@ from pfedhn.data.catalogue import DATASETS
 from pfedhn.data.silos import SILOS, find_silo_files
 from pfedhn.errors import UserError
 from pfedhn.experiments.spec import NAMED, Cell, Experiment
-from pfedhn.experiments.tables import TABLE_MODEL, TABLE_READ, with_own_clients
+from pfedhn.experiments.tables import TABLE_READ, with_own_clients
 from pfedhn.paper.experiments import usual_cell
+from pfedhn.runs.tables import TABLE_MODEL
 
 
 def known_experiment(name: str, data_dir: Path | None) -> Experiment:

@@ -26,7 +26,20 @@ if TYPE_CHECKING:
 MAX_CELL = 1_000  # characters in a cell of a text file; numbers and names are shorter
 TABLES = (".csv", ".tsv", ".parquet", ".xlsx")
 SEPARATORS = {";": "semicolons", "\t": "tabs"}
-MARKS = ("na", "n/a", "#n/a", "n.a.", "<na>", "nan", "null", "none", "?", "-", "--")  # of an empty cell among numbers
+MARKS = (
+    ".",
+    "na",
+    "n/a",
+    "#n/a",
+    "n.a.",
+    "<na>",
+    "nan",
+    "null",
+    "none",
+    "?",
+    "-",
+    "--",
+)  # of an empty cell among numbers
 FEW = 0.1  # of a column's cells that are no numbers: they are mistakes, and more make it a column of texts
 GROUPED = re.compile(r"[+-]?\d{1,3}([. ]\d{3})+,\d+")  # 1.234,5 or 1 234,5
 
@@ -40,11 +53,22 @@ class Columns(dict[str, Array]):
         self.separator = separator  # of a text file
         self.rows = rows  # of a sheet: the number of each example's row
 
+        self.kept: Array | None = None  # the places of the examples among those of the file, if some were dropped
+
     def where(self, example: int) -> str:
         """The place of an example, counted from 0, as an editor or a table viewer shows it."""
+        if self.kept is not None:
+            example = int(self.kept[example])
         if self.separator is not None:
             return f"line {self._lines[example + 1]} of {self.file.name}"
         return f"row {example + 1 if self.rows is None else self.rows[example]} of {self.file.name}"
+
+    def only(self, examples: Array) -> "Columns":
+        """The columns with some of their examples, which keep their places in the file."""
+        found = Columns(self.file, self.separator, self.rows)
+        found.update({name: cells[examples] for name, cells in self.items()})
+        found.kept = examples if self.kept is None else self.kept[examples]
+        return found
 
     @cached_property
     def _lines(self) -> list[int]:

@@ -11,15 +11,16 @@ from numpy.typing import ArrayLike, NDArray
 from pfedhn.data.arrays import Array, Arrays, as_tensor
 from pfedhn.data.cells import Columns, check_columns, is_blank, is_empty, is_few, leave_it_out, texts
 from pfedhn.data.federation import Federation
-from pfedhn.data.reading import Column, Reading, Scaling, TableReading
+from pfedhn.data.reading import ClientReading, Column, Reading, Scaling, TableReading
 from pfedhn.data.selection import refuse_unfit
+from pfedhn.data.summaries import FLAT
 from pfedhn.errors import UserError, closest, some
 from pfedhn.statistics import MAX_DEVIATIONS
 
 Encode: TypeAlias = Literal["refuse", "one-hot"]
 Missing: TypeAlias = Literal["refuse", "median", "zero", "flag"]
 Fitted: TypeAlias = Literal["client", "all"]
-Scale: TypeAlias = Literal["none", "all"]
+Scale: TypeAlias = Literal["none", "all", "client"]
 Select: TypeAlias = Literal["all", "auto"]
 Features: TypeAlias = NDArray[numpy.float32]
 
@@ -53,7 +54,8 @@ class Encoding:
         fitted: Whether a median is that of the client's training examples or of all clients'. If a client has no value
             in a column, it is all clients'.
         scale: Whether inputs, and numbers to predict, are scaled by their mean and standard deviation over all clients'
-            training examples.
+            training examples. With "client", each client's inputs are scaled over its own; an input that is always the
+            same there is divided by the deviation over all clients'.
         select: Whether every column is a feature, or only those that can be one: "auto" leaves out columns that are
             different in every row or always the same, and refuses dates, numbers with units and texts that differ in
             case alone.
@@ -199,11 +201,13 @@ def fitted(federation: Federation, x: Features, table: TableReading, scale: Scal
         return replace(federation, reading=Reading(table))
     seen = torch.cat([train.of(client) for client in range(federation.num_clients)])
     table = replace(table, scaling=_scaling(federation.x[seen]))
+    if scale == "client":
+        table = _scaled_alone(federation, table)
     y = federation.y
     if y.is_floating_point():
         labels = y[seen].double()
         table = replace(table, target=(float(labels.mean()), float(labels.std(correction=0)) or 1.0))
-    return replace(federation, x=_scaled(federation.x, table), y=table.scaled(y), reading=Reading(table))
+    return replace(federation, x=_all_scaled(federation, table), y=table.scaled(y), reading=Reading(table))
 
 
 def filled(federation: Federation, x: Features, table: TableReading) -> tuple[Federation, TableReading]:
@@ -240,16 +244,40 @@ def _scaling(values: torch.Tensor) -> Scaling:
     """The mean and deviation of each input of training examples."""
     numbers = values.double()
     mean, deviation = numbers.mean(0), numbers.std(0, correction=0)
-    # What varies less is lost in the rounding of 32 bits.
-    deviation = torch.where(deviation > 2e-7 * mean.abs(), deviation, 1.0)
+    deviation = torch.where(deviation > FLAT * mean.abs(), deviation, 1.0)
     return Scaling(tuple(mean.tolist()), tuple(deviation.tolist()))
 
 
-def _scaled(values: torch.Tensor, table: TableReading) -> torch.Tensor:
+def _scaled_alone(federation: Federation, table: TableReading) -> TableReading:
+    """The table with the scaling of each client over its own training examples."""
+    assert table.scaling is not None
+    own = {}
+    for client in range(federation.num_clients):
+        numbers = federation.x[federation.splits["train"].of(client)].double()
+        mean, deviation = numbers.mean(0), numbers.std(0, correction=0)
+        common = torch.tensor(table.scaling.deviation, dtype=torch.float64)
+        deviation = torch.where(deviation > FLAT * torch.maximum(mean.abs(), common), deviation, common)
+        own[federation.name_of(client)] = Scaling(tuple(mean.tolist()), tuple(deviation.tolist()))
+    return replace(table, own_scaling=own)
+
+
+def _all_scaled(federation: Federation, table: TableReading) -> torch.Tensor:
+    """The inputs of all clients as the network takes them."""
+    if not table.own_scaling:
+        return scaled(federation.x, table.scaling)
+    values = federation.x.clone()
+    for client in range(federation.num_clients):
+        for part in federation.splits.values():
+            mine = part.of(client)
+            values[mine] = scaled(values[mine], table.reading_of(federation.name_of(client)).scaling)
+    return values
+
+
+def scaled(values: torch.Tensor, scaling: Scaling | None) -> torch.Tensor:
     """Inputs as the network takes them, as far as the run scales them."""
-    if table.scaling is None:
+    if scaling is None:
         return values
-    mean, deviation = (torch.tensor(part, dtype=values.dtype) for part in (table.scaling.mean, table.scaling.deviation))
+    mean, deviation = (torch.tensor(part, dtype=values.dtype) for part in (scaling.mean, scaling.deviation))
     return ((values - mean) / deviation).clamp(-MAX_DEVIATIONS, MAX_DEVIATIONS)
 
 
@@ -260,13 +288,13 @@ def new_client(
     split: tuple[float, float, float],
     seed: int,
     table: TableReading | None,
-) -> tuple[Federation, tuple[float, ...] | None]:
-    """The federation of a client that joins, and the values of its empty cells if the run fills them in.
+) -> tuple[Federation, ClientReading | None]:
+    """The federation of a client that joins, and how its cells of a table became inputs.
 
     Arguments as `new_clients`.
     """
     data, table = new_clients([(x, y)] if name is None else {name: (x, y)}, split, seed, table)
-    return data, None if table is None else table.fill_of(data.name_of(0))
+    return data, None if table is None else table.reading_of(data.name_of(0))
 
 
 def new_clients(
@@ -277,8 +305,8 @@ def new_clients(
 ) -> tuple[Federation, TableReading | None]:
     """The federation of clients that join, and how they were read; None if their examples stay as they are.
 
-    Where medians are the clients' own, these are the medians of a client's training examples; in a column without
-    values, those of all clients of the run. Examples and labels are scaled as the run's are.
+    Where medians or scales are the clients' own, these are of a client's training examples; the median of a column
+    without values is that of all clients of the run. Examples and labels are scaled as the run's are.
 
     Args:
         clients: The examples of each, encoded as the run's, with NaN for empty cells.
@@ -303,10 +331,12 @@ def new_clients(
         labels = [table.scaled(part.float()) for part in labels]
     rows = torch.arange(sum(map(len, values)))[:, None].split([len(part) for part in values])
     data, table = filled(dealt(list(zip(rows, labels, strict=True))), torch.cat(values).numpy(), table)
-    return replace(data, x=_scaled(data.x, table), reading=Reading(table)).checked(), table
+    if table.own_scaling:
+        table = _scaled_alone(data, table)
+    return replace(data, x=_all_scaled(data, table), reading=Reading(table)).checked(), table
 
 
-def prepared(x: Array, table: TableReading | None, fill: Sequence[float] | None) -> Array:
+def prepared(x: Array, table: TableReading | None, client: ClientReading | None) -> Array:
     """Encoded examples as a network takes them: empty cells, which are NaN, filled in and flagged, and all scaled.
 
     They stay as they are if the table is unknown or has other features.
@@ -314,16 +344,16 @@ def prepared(x: Array, table: TableReading | None, fill: Sequence[float] | None)
     Args:
         x: The examples.
         table: How the run read its table.
-        fill: What the client's empty cells are filled with, feature by feature; None if they are refused.
+        client: How the cells of their client become inputs.
     """
-    if table is None or x.dtype.kind not in "iuf" or x.shape[1:] != (len(table.features),):
+    if table is None or client is None or x.dtype.kind not in "iuf" or x.shape[1:] != (len(table.features),):
         return x
     values = torch.from_numpy(x.astype(numpy.float32))
     is_empty = values.isnan()
-    if fill is not None:
-        values = torch.where(is_empty, torch.tensor(fill, dtype=values.dtype), values)
+    if client.fill is not None:
+        values = torch.where(is_empty, torch.tensor(client.fill, dtype=values.dtype), values)
     values = torch.cat([values, is_empty[:, table.flagged_places].to(values.dtype)], 1)
-    return _scaled(values, table).numpy()
+    return scaled(values, client.scaling).numpy()
 
 
 def medians(values: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:

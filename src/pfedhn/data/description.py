@@ -75,7 +75,8 @@ class Description:
                 return places[client]
             # If names are numbers themselves, one that is no name is a slip.
             if not client.isdecimal() or any(name.isdecimal() for name in places):
-                raise UserError(f"there is no client {client!r}; {closest(client, places)}")
+                hint = f"{closest(client, places)} One that did not train can join by `pfedhn add-client`."
+                raise UserError(f"there is no client {client!r}; {hint}")
         first, last, number = 0, self.clients - 1, as_whole_numbers(client)
         if isinstance(client, str):  # without a name it is called by its number
             number = as_whole_numbers(int(client)) if client.isdecimal() else None

@@ -34,7 +34,7 @@ from pfedhn.data.images import (
     read_like,
     refuse_other_layout,
 )
-from pfedhn.data.labels import Task, as_numbers
+from pfedhn.data.labels import Task, as_numbers, labelled
 from pfedhn.data.reading import ImageReading, Reading, TableReading
 from pfedhn.data.tables import MIN_EXAMPLES, from_table, table_federation, used_columns
 from pfedhn.errors import UserError, closest
@@ -83,8 +83,8 @@ def read_federation(
         fitted: For a table: whether a median is that of the client's own training examples ("client") or of all
             clients' ("all").
         scale: For a table: whether features, and numbers to predict, are scaled by their mean and standard deviation
-            over all clients' training examples ("all") or stay as they are ("none"). `federation.reading.table` undoes
-            it in predictions: `unscaled`.
+            over all clients' training examples ("all") or stay as they are ("none"). With "client", features are scaled
+            over each client's own. `federation.reading.table` undoes it in predictions: `unscaled`.
         select: For a table: "auto" leaves out columns that are the same or different in every row, such as numbers of
             patients, and refuses dates and other columns that need mending; with "all", every column is a feature.
         min_examples: For a table: clients with fewer examples do not train.
@@ -163,7 +163,7 @@ def read_client(
         label = label_column if label_column is not None or table is None else table.label
         if label is None:
             raise UserError(f"say which column of {place.name} is the label: --label NAME.")
-        x, labels = _examples_of(place, label, (), shape, table)
+        x, labels = _examples_of(place, label, (), shape, table, only_labelled=True)
         assert labels is not None
         y = labels
     else:
@@ -181,7 +181,12 @@ def read_client(
 
 
 def _examples_of(
-    file: Path, label: str | None, leave_out: Sequence[str], shape: tuple[int, ...], table: TableReading | None
+    file: Path,
+    label: str | None,
+    leave_out: Sequence[str],
+    shape: tuple[int, ...],
+    table: TableReading | None,
+    only_labelled: bool = False,
 ) -> tuple[Array, Array | None]:
     """The examples of a table for a run whose examples have this shape, and their labels if a column has them."""
     if len(shape) > 1:
@@ -189,6 +194,8 @@ def _examples_of(
     wanted = None if table is None else {label, *(column.name for column in table.columns)}
     columns = read_columns(file, lambda name: wanted is not None and name not in wanted)
     check_columns(file.name, columns, [] if label is None else [label])
+    if label is not None and only_labelled:
+        columns = labelled(columns, label)
     labels = None if label is None else as_numbers(columns[label])
     features = [name for name in columns if name != label and name not in leave_out]
     if not features or not len(columns[features[0]]):

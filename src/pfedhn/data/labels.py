@@ -96,6 +96,32 @@ def as_identifiers(column: Array) -> Array:
     return text.astype(numpy.int64) if plain else text
 
 
+def labelled(columns: Columns, label: str) -> Columns:
+    """The columns without the examples that have no label, which are counted in a note.
+
+    An empty cell is no label. Among numbers, neither are marks such as NA.
+    """
+    cells = texts(columns[label]) if label in columns else None
+    if cells is None or not len(cells):
+        return columns  # which is refused elsewhere
+    is_none = (cells == "").to_numpy(dtype=bool)
+    marks = is_mark(cells).to_numpy(dtype=bool)
+    others = cells[~is_none & ~marks].to_numpy()
+    if marks.any() and len(others) and as_numbers(others).dtype.kind in "if":
+        is_none = is_none | marks
+    if not is_none.any():
+        return columns
+    if is_none.all():
+        raise UserError(f"no row of {columns.file.name} has a label in column {label!r}; name another column.")
+    count = int(is_none.sum())
+    note(
+        f"{columns.file.resolve()}: no {label!r}",
+        "%s: %s of %s rows have no label in column %r and are left out.",
+        *(columns.file.name, f"{count:,}", f"{len(cells):,}", label),
+    )
+    return columns.only(numpy.flatnonzero(~is_none))
+
+
 def refuse_marks(columns: Columns, label: str) -> None:
     """NA and the like among labels that are numbers would make classes of all of them."""
     cells = texts(columns[label])

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from pfedhn.statistics import MAX_DEVIATIONS
 
@@ -25,10 +25,17 @@ class Column:
 
 @dataclass(frozen=True)
 class Scaling:
-    """The mean and the standard deviation of each input of a network, over all clients' training examples."""
+    """The mean and the standard deviation of each input of a network, over training examples."""
 
     mean: tuple[float, ...]
     deviation: tuple[float, ...]  # 1 for an input that is always the same, which is only centered
+
+
+class ClientReading(NamedTuple):
+    """How the cells of one client become a network's inputs."""
+
+    fill: tuple[float, ...] | None  # what its empty cells are filled with, feature by feature; None if they are refused
+    scaling: Scaling | None  # of the inputs
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,8 @@ class TableReading:
     own: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # and for clients with their own medians
     sha256: str = ""  # of the file
     flagged: tuple[str, ...] = ()  # columns of numbers that have an input of 0 or 1 for an empty cell
-    scaling: Scaling | None = None  # of the inputs
+    scaling: Scaling | None = None  # of the inputs, over all clients' training examples
+    own_scaling: Mapping[str, Scaling] = field(default_factory=dict)  # of clients that scale by their own
     target: tuple[float, float] | None = None  # mean and deviation of numbers to predict, which the network learns
 
     @property
@@ -74,6 +82,10 @@ class TableReading:
             return None
         return self.own.get(client, self.common or (0.0,) * len(self.features))
 
+    def reading_of(self, client: str) -> ClientReading:
+        """How a client's cells become inputs; one that is not of the run is treated as all clients together."""
+        return ClientReading(self.fill_of(client), self.own_scaling.get(client, self.scaling))
+
     def scaled(self, values: Any) -> Any:
         """Labels, an array or a tensor of numbers, as the network learns them."""
         return values if self.target is None else (values - self.target[0]) / self.target[1]
@@ -100,13 +112,13 @@ class Reading:
     images: ImageReading | None = None
 
 
-def reading_card(how: Reading | None, shape: Sequence[int], fill: Sequence[float] | None) -> dict[str, Any]:
+def reading_card(how: Reading | None, shape: Sequence[int], client: ClientReading | None) -> dict[str, Any]:
     """The inputs of a model as plain values for its card; empty if they are unknown.
 
     Args:
         how: How the run read its examples.
         shape: Of one example.
-        fill: The values of this client's empty cells, feature by feature.
+        client: How this client's cells of a table become inputs.
     """
     if how is None:
         return {}
@@ -122,7 +134,7 @@ def reading_card(how: Reading | None, shape: Sequence[int], fill: Sequence[float
         }
     if how.table is None:
         return {}
-    table = how.table
+    table, fill, scaling = how.table, *(client or ClientReading(None, how.table.scaling))
     columns: list[dict[str, Any]] = []
     place = 0
     for column in table.columns:
@@ -134,8 +146,9 @@ def reading_card(how: Reading | None, shape: Sequence[int], fill: Sequence[float
         columns.append(told)
         place += len(column.features)
     inside: dict[str, Any] = {}
-    if table.scaling is not None:
-        inside = {"mean": list(table.scaling.mean), "deviation": list(table.scaling.deviation), "clip": MAX_DEVIATIONS}
+    if scaling is not None:
+        inside = {"mean": list(scaling.mean), "deviation": list(scaling.deviation), "clip": MAX_DEVIATIONS}
+        inside |= {"over": "this client's"} if table.own_scaling else {}
     return {"shape": [len(table.features)], "columns": columns, "scaling": inside or None}
 
 

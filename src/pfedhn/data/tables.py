@@ -14,7 +14,7 @@ from pfedhn.data.cells import Columns, check_columns, is_empty, is_table, read_c
 from pfedhn.data.columns import PLAIN, USUAL, Encoding, encoded, fitted
 from pfedhn.data.dealing import Split
 from pfedhn.data.federation import Federation
-from pfedhn.data.labels import Resolved, Task, as_identifiers, as_labels, as_numbers, refuse_marks, task_of
+from pfedhn.data.labels import Resolved, Task, as_identifiers, as_labels, as_numbers, labelled, refuse_marks, task_of
 from pfedhn.data.notes import note
 from pfedhn.data.reading import Column, TableReading
 from pfedhn.data.selection import refuse_variants, selected
@@ -172,6 +172,9 @@ def table_federation(
     """
     whole_number("min_examples", min_examples)
     check_choice("task", task, Task)
+    sha256 = file_digest(columns.file) if is_table(columns.file) else columns_digest(columns)
+    if client_column != label_column and label_column not in ignore_columns:  # which is refused below
+        columns = labelled(columns, label_column)
     if task == "auto":
         _features(columns, client_column, label_column, ignore_columns)  # which refuses what has no task
         task = task_of(columns, label_column)
@@ -188,7 +191,6 @@ def table_federation(
     federation = Federation.from_clients(
         rows.clients, split=split, stratify=stratify, seed=seed, class_names=table.class_names
     )
-    sha256 = file_digest(columns.file) if is_table(columns.file) else columns_digest(columns)
     how = TableReading(client_column, label_column, table.columns, encoding.missing, encoding.fitted, sha256=sha256)
     return fitted(federation, table.x, how, encoding.scale)
 
@@ -243,7 +245,7 @@ def columns_digest(columns: Columns) -> str:
 def table_task(table: str | Path | Columns, label_column: str) -> Resolved:
     """What `task = "auto"` means for a table, whatever its other columns hold: see `task_of`."""
     columns = table if isinstance(table, Columns) else _only(given_path(table), label_column)
-    return task_of(columns, label_column)
+    return task_of(labelled(columns, label_column), label_column)
 
 
 def earlier_task(path: str | Path, label_column: str) -> Resolved:
@@ -259,17 +261,22 @@ def _only(file: Path, column: str) -> Columns:
     return columns
 
 
-def client_sizes(table: str | Path | Columns, client_column: str, min_examples: int = 1) -> list[int]:
+def client_sizes(
+    table: str | Path | Columns, client_column: str, min_examples: int = 1, label_column: str | None = None
+) -> list[int]:
     """The number of examples of each client of a table that trains; [] if there is no such column.
 
     Args:
         table: The file, or its columns.
         client_column: The column that names the client.
         min_examples: The fewest examples of such a client.
+        label_column: The column of the label, without which a row is no example.
     """
-    columns = (
-        table if isinstance(table, Columns) else read_columns(given_path(table), lambda name: name != client_column)
-    )
+    columns = table
+    if not isinstance(columns, Columns):
+        columns = read_columns(given_path(columns), lambda name: name not in (client_column, label_column))
+    if label_column is not None and label_column != client_column:
+        columns = labelled(columns, label_column)
     cells = as_identifiers(columns[client_column]) if client_column in columns else numpy.empty(0)
     sizes: list[int] = numpy.unique(cells, return_counts=True)[1].tolist()
     return [size for size in sizes if size >= min_examples]

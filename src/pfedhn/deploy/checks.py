@@ -19,6 +19,14 @@ MAX_COUNT = 1 << 40  # of examples and rounds
 MAX_LOSS = 1e300  # summed over examples; a sum over parties stays finite
 
 
+class TooLarge(WireError):
+    """An update whose norm is above the bound of the policy."""
+
+    def __init__(self, length: float, most: float) -> None:
+        super().__init__("norm", f"sent an update of norm {length:.3g} where {most:.3g} is the most")
+        self.ratio = length / most
+
+
 def verified(content: bytes, name: str, run: str, key: PublicKey | None, question: Question | None) -> Message:
     """A party's message, if it is signed and answers the question; the cheap checks and the signature come first.
 
@@ -83,7 +91,7 @@ def _is_descriptor(descriptor: Any, architecture: str, plan: Plan, state: Server
     if not isinstance(descriptor, torch.Tensor) or (descriptor.dim(), descriptor.dtype) != (1, plan.dtype):
         return False
     try:
-        row = plan.algorithm.init_row(torch.tensor(0), descriptor)
+        row = plan.first_row(state.shared, torch.tensor(0), descriptor)
         plan.exchange.sent(plan.models[architecture], state.shared, row)
     except RuntimeError:  # of another length
         return False
@@ -105,7 +113,7 @@ def check_update(
         raise WireError("finite", "sent an update that is not finite")
     update = {name: value for name, value in update.items() if name not in extras}
     if not (length := norm(update)) <= question.max_norm:
-        raise WireError("norm", f"sent an update of norm {length:.3g} where {question.max_norm:.3g} is the most")
+        raise TooLarge(length, question.max_norm)
     stale = state.round - question.values["version"]
     if max_staleness is not None and stale > max_staleness:
         raise WireError("stale", f"answered weights that are {stale} steps old")

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pfedhn.data.summaries import Noise
 from pfedhn.deploy.examples import read_examples
 from pfedhn.deploy.invitations import Bundle, check_name
 from pfedhn.deploy.line import Followed, Line, Trouble
@@ -19,6 +20,7 @@ from pfedhn.deploy.record import RECORD, Record
 from pfedhn.deploy.signing import load_or_make_key, proof, public_key, public_text, session_proof, write_private
 from pfedhn.deploy.spec import FederationSpec, read_spec, to_plan
 from pfedhn.deploy.study import Study
+from pfedhn.deploy.survey import MIN_GROUP, Surveyed, is_settled, settle, settled
 from pfedhn.deploy.wire import WireError
 from pfedhn.engine.plan import Plan
 from pfedhn.errors import RunError, UserError
@@ -187,7 +189,30 @@ def remember(folder: Path, name: str, data: Path, size: str) -> None:
 def _enrolled(folder: Path) -> tuple[dict[str, Any], FederationSpec]:
     """What the server told a party when it let it in, and the federation's file."""
     table: dict[str, Any] = json.loads(read_text(folder / ENROLLED))
-    return table, read_spec(table["spec"], folder / "spec.toml")
+    return table, settled(folder, table["run"], read_spec(table["spec"], folder / "spec.toml"))
+
+
+def settle_first(
+    bundle: Bundle,
+    folder: Path,
+    data: Path,
+    stop: threading.Event,
+    say: Callable[[Mapping[str, Any]], None],
+    min_group: int = MIN_GROUP,
+    noise: Noise | None = None,
+) -> bool:
+    """Take part in the statistics before training, if the federation has any; False if the party is stopped."""
+    enrolled, spec = _enrolled(folder)
+    if is_settled(spec):
+        return True
+    key, server = load_or_make_key(folder / enrolled["key"]), public_key(enrolled["server"])
+    record = Record(folder / RECORD, key)
+    party = Surveyed(spec, enrolled["run"], bundle.name, data, folder, key, server, min_group, noise, record)
+    line = Line(bundle)
+    try:
+        return settle(party, line, stop, say)
+    finally:
+        line.close()
 
 
 def load_party(

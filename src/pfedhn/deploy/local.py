@@ -90,7 +90,7 @@ class LocalClient:
         """Train once on zeros, so that a method without private steps is refused before a round costs budget."""
         exchange, start = self.plan.exchange, self.plan.initial_models()[self.architecture]
         shared = exchange.init_shared({self.architecture: self.model}, {self.architecture: start}, 0)
-        row = self.plan.first_row(self._client[0], None)
+        row = self.plan.first_row(shared, self._client[0], None)
         offer = exchange.offer(self.model, shared, row, self._client[0], self.identity)
         kept = self.first_contact("training", self.plan.download.decode(offer.weights, self.model.dtype))
         shape = self.plan.algorithm.num_batches, 2

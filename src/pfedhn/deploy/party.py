@@ -29,7 +29,7 @@ from pfedhn.deploy.wire import HEAD, Message, WireError, from_envelope, head_of,
 from pfedhn.engine.plan import Plan
 from pfedhn.engine.round import Kept, Offer
 from pfedhn.engine.state import EVALUATED_SPLITS
-from pfedhn.errors import RunError, UserError, first_line
+from pfedhn.errors import RunError, UserError, first_line, names_place
 from pfedhn.params import Params
 from pfedhn.privacy import Privacy, Protection, refuse_leaks
 from pfedhn.system.files import NO_ROOM
@@ -286,7 +286,7 @@ def _told(error: UserError) -> str:
         cause = cause.__cause__ or cause.__context__
     if cause is None:
         sentence = str(error)
-        return "cannot answer; its owner can read why" if any(sign in sentence for sign in "/\\~") else sentence
+        return "cannot answer; its owner can read why" if names_place(sentence) else sentence
     is_full = cause.errno in NO_ROOM
     reason = (cause.strerror or type(cause).__name__).lower()
     return f"cannot use its disk ({reason}); its owner has to {'make room' if is_full else 'look at it'}"

@@ -45,8 +45,17 @@ class Question:
 class Questions:
     """Writes and signs messages; it takes what `Server` takes."""
 
-    def __init__(self, plan: Plan, run: str, key: PrivateKey, policy: Policy, records: Records | None = None) -> None:
-        self.plan, self.run, self.key, self.policy, self.records = plan, run, key, policy, records
+    def __init__(
+        self,
+        plan: Plan,
+        run: str,
+        key: PrivateKey,
+        policy: Policy,
+        settled: Mapping[str, Any] | None = None,
+        records: Records | None = None,
+    ) -> None:
+        self.plan, self.run, self.key, self.policy = plan, run, key, policy
+        self.settled, self.records = settled, records
         self._plan_digest = plan_digest(plan)
         self._layouts: dict[tuple[str, Phase], tuple[str, int]] = {}
 
@@ -59,7 +68,8 @@ class Questions:
 
     def hello(self, name: str) -> Question:
         """Ask a party what it brings."""
-        values = {"challenge": secrets.token_hex(16), "plan": self._plan_digest}
+        values: dict[str, Any] = {"challenge": secrets.token_hex(16), "plan": self._plan_digest}
+        values |= {} if self.settled is None else {"settled": self.settled}
         message = Message("hello", self.run, name, values)
         return Question(name, "hello", self._sealed(message), {"challenge": values["challenge"]})
 

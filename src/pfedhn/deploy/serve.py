@@ -14,6 +14,7 @@ from pfedhn.deploy.mailroom import Mailroom
 from pfedhn.deploy.server import Server
 from pfedhn.deploy.signing import public_text
 from pfedhn.deploy.site import Site
+from pfedhn.deploy.survey import Survey, is_settled
 from pfedhn.errors import UserError
 from pfedhn.system.files import read_text, write_atomically
 
@@ -38,7 +39,9 @@ class Service:
         """Serve until it is asked to stop, or until the run has ended if it leaves then."""
         site = self.site
         self._renew()
-        plan, key = site.plan, site.key  # what is wrong with SPEC is said before anything starts
+        spec, key = site.spec, site.key
+        if is_settled(spec):
+            _ = site.plan  # what is wrong with SPEC is said before anything starts
         authority = read_text(site.folder / AUTHORITY)
         door = Door(
             self.mailroom, site.invitations, authority, self._enrolled, self._health, self._log,
@@ -48,10 +51,15 @@ class Service:
         opened.start()
         try:
             self._log({"event": "serving", "address": site.address, "run": site.run})
-            roster, policy = site.invitations.enrolled, site.spec.policy
+            roster, policy = site.invitations.enrolled, spec.policy
+            if not is_settled(spec):
+                Survey(spec, site.run, site.folder, key, roster, self.mailroom, self._log, site.records).run(stop)
+                if stop.is_set():
+                    self._log({"event": "stopped"})
+                    return
             server = Server(
-                plan, site.run, site.folder / "server", key, roster, self.mailroom, policy, self._note,
-                records=site.records,
+                site.plan, site.run, site.folder, key, roster, self.mailroom, policy, self._note,
+                settled=site.settled, records=site.records,
             )  # fmt: skip
             self.server = server
             self._note({"event": "running", "pid": os.getpid(), "round": server.state.round})

@@ -22,10 +22,12 @@ from pfedhn.deploy.record import Records
 from pfedhn.deploy.signing import PrivateKey, PublicKey
 from pfedhn.deploy.state import Member, Rules, ServerState, split_results, step_order
 from pfedhn.deploy.store import Store, Unfit
+from pfedhn.deploy.watch import Watch
 from pfedhn.deploy.wire import REFUSALS, Message, WireError, head_of
 from pfedhn.engine.in_flight import next_of
 from pfedhn.engine.plan import Plan
 from pfedhn.errors import first_line
+from pfedhn.params import Params
 
 TESTED_AT_ONCE = 64  # parties: the message to each, with its weights, is in memory until it is answered
 
@@ -43,6 +45,7 @@ class Server:
         policy: How the server deals with parties.
         log: Called with every event.
         clock: Seconds, from any beginning.
+        settled: What the parties' statistics gave before training (`deploy.survey`); every greeting has it.
         records: What was asked of each party and what it sent, to show later.
     """
 
@@ -57,10 +60,12 @@ class Server:
         policy: Policy | None = None,
         log: Callable[[Mapping[str, Any]], None] = lambda event: None,
         clock: Callable[[], float] = time.monotonic,
+        settled: Mapping[str, Any] | None = None,
         records: Records | None = None,
     ) -> None:
         self.plan, self.run_name, self.policy, self.log, self.clock = plan, run, policy or Policy(), log, clock
-        self.questions = Questions(plan, run, key, self.policy, records)
+        self.questions = Questions(plan, run, key, self.policy, settled, records)
+        self.watch = Watch(self.policy.max_update, self._say)
         self.contacts = Contacts(roster, transport, self.policy, log, clock, records)
         self.store = Store(folder, Rules(plan))
         self.state: ServerState = self.store.load()
@@ -159,6 +164,10 @@ class Server:
         known = [one for one in self.state.members.values() if one.phase == "training" and one.name in enrolled]
         return bool(known) and all(one.is_spent for one in known)
 
+    def _training(self) -> list[str]:
+        """The parties that take part in training, present or not."""
+        return [name for name, member in self.state.members.items() if member.phase == "training"]
+
     def _gather(self) -> None:
         wanted = self.plan.num_clients if self.policy.start_with is None else self.policy.start_with
         if len(self._ready()) >= wanted:
@@ -171,7 +180,7 @@ class Server:
         """Whether a restarted server still waits for the parties that it knows."""
         if self.clock() >= self._began + self.policy.return_seconds or self._has_gathered:
             return False
-        known = [name for name, member in self.state.members.items() if member.phase == "training"]
+        known = self._training()
         enrolled = self.contacts.roster()
         self._has_gathered = all(self._is_ready(name) for name in known if name in enrolled)
         return not self._has_gathered
@@ -254,6 +263,8 @@ class Server:
             self._drop(error)
             return
         self._say("round", round=self.state.round, parties=names)
+        if names:
+            self.watch.stepped(self.state.robust.get("parts", {}))
 
     def _drop(self, error: Unfit) -> None:
         """Continue without the updates that make a step fail by themselves, or without any if none does."""
@@ -296,6 +307,8 @@ class Server:
                 contacts.refuse(name, error.reason, str(error))
             else:
                 contacts.give_up(question, error.reason, str(error))
+            if isinstance(error, checks.TooLarge):
+                self.watch.refused(name, error.ratio, self._training())
             return
         if message.kind == "refusal":
             self._take_refusal(question, message)
@@ -336,6 +349,13 @@ class Server:
             record = {"kind": "accept", "party": name, "round": number, "bytes_down": question.bytes_down}
             self._commit(record, content)
             self._say("accepted", party=name, round=number, scores=message.values["scores"])
+            self.watch.accepted(name, self._decoded(name, message))
+
+    def _decoded(self, name: str, message: Message) -> Params:
+        """An update that was checked, without its extras."""
+        model = self.plan.models[self.state.members[name].architecture]
+        update = self.plan.upload.decode(message.tensors, model.dtype)
+        return {part: value for part, value in update.items() if part not in self.plan.extras[model.name].up}
 
     def _take_hello(self, name: str, message: Message, content: bytes) -> None:
         known = self.state.members.get(name)
@@ -405,6 +425,7 @@ class Server:
         self._commit({"kind": "score", "round": tested.round, "results": scores, "time": round(time.time(), 3)})
         self.scores = {}
         self._say("evaluated", round=tested.round, parties=len(scores), **_mean_scores(scores))
+        self.watch.scored(self.state.history)
 
     def _hand_out_models(self) -> bool:
         """Give parties their models of the chosen round, and let others join; False once every party has its model."""

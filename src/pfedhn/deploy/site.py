@@ -16,6 +16,7 @@ from pfedhn.deploy.record import RECORDS, Records
 from pfedhn.deploy.signing import PrivateKey, load_or_make_key, public_text
 from pfedhn.deploy.spec import FederationSpec, read_spec, to_plan
 from pfedhn.deploy.study import Study
+from pfedhn.deploy.survey import SETTLED, is_settled, settled
 from pfedhn.engine.plan import Plan
 from pfedhn.errors import UserError
 from pfedhn.system.files import append, make_folder, read_text, write_atomically
@@ -80,9 +81,22 @@ class Site:
     def spec_text(self) -> str:
         return read_text(self.folder / "spec.toml")
 
-    @cached_property
+    @property
     def spec(self) -> FederationSpec:
+        """The federation's file, with the statistics of its parties once they are known."""
+        return settled(self.folder, self.run, self._written_spec)
+
+    @cached_property
+    def _written_spec(self) -> FederationSpec:
         return read_spec(self.spec_text, self.folder / "spec.toml")
+
+    @property
+    def settled(self) -> dict[str, Any] | None:
+        """What the parties' statistics gave; None if the file leaves nothing to them."""
+        if is_settled(self._written_spec):
+            return None
+        values: dict[str, Any] = json.loads(read_text(self.folder / SETTLED))["values"]
+        return values
 
     @cached_property
     def plan(self) -> Plan:

@@ -14,8 +14,8 @@ purpose = "predict the outcome of a treatment"
 classes = ["ill", "well"]         # or a number, if labels are numbers from 0
 label = "outcome"                 # of a table: the column of the label,
 features = ["age", "dose"]        # and those of the features, in this order
-mean = [51.0, 1.2]                # what features are scaled by, if they are
-std = [17.0, 0.4]
+mean = [51.0, 1.2]                # what features are scaled by, if they are; "federation" leaves it to statistics of
+std = [17.0, 0.4]                 # the parties' training rows, and so classes = "federation"
 
 [policy]                          # how the server deals with parties (`pfedhn.deploy.policy.Policy`)
 reply_seconds = 300.0
@@ -25,7 +25,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -33,6 +33,7 @@ from pfedhn import models
 from pfedhn.data.description import Description
 from pfedhn.deploy.policy import Policy, check_policy
 from pfedhn.engine.plan import Plan, make_plan
+from pfedhn.engine.robust import find_robust
 from pfedhn.engine.transform import find_transform
 from pfedhn.errors import UserError, short
 from pfedhn.experiments.build import cell_algorithm
@@ -44,6 +45,9 @@ from pfedhn.settings import build, parse_toml, whole_number
 from pfedhn.system.reference import find
 
 MAX_PURPOSE = 500  # letters
+FEDERATION = "federation"
+Federation: TypeAlias = Literal["federation"]
+"""What stands for a value that the parties' statistics give."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,8 @@ class Data:
     """What every party's examples look like.
 
     Args:
-        classes: The names of the classes, or how many there are; left out where numbers are predicted.
+        classes: The names of the classes, or how many there are; left out where numbers are predicted. "federation"
+            leaves it to the parties' summaries, and so `mean` and `std` (`pfedhn.deploy.statistics`).
         outputs: How many numbers are predicted for an example, if there are no classes.
         shape: Of one example; of a table, as many as it has features.
         label: The column of a table that holds the label.
@@ -60,18 +65,20 @@ class Data:
         std: What it is divided by then.
     """
 
-    classes: tuple[str, ...] | int | None = None
+    classes: tuple[str, ...] | int | Federation | None = None
     outputs: int = 1
     shape: tuple[int, ...] = ()
     label: str | None = None
     features: tuple[str, ...] = ()
-    mean: tuple[float, ...] | float | None = None
-    std: tuple[float, ...] | float | None = None
+    mean: tuple[float, ...] | float | Federation | None = None
+    std: tuple[float, ...] | float | Federation | None = None
 
     @property
     def num_outputs(self) -> int:
         if self.classes is None:
             return self.outputs
+        if self.classes == FEDERATION:
+            raise still_unresolved(("classes",))
         return self.classes if isinstance(self.classes, int) else len(self.classes)
 
     @property
@@ -126,6 +133,8 @@ def read_spec(text: str, path: Path) -> FederationSpec:
         raise UserError("pretrain is for experiments; a federation starts fresh, so leave it out.")
     if cell.privacy:
         raise UserError("privacy is each party's own choice (`pfedhn join --help`); leave it out of this file.")
+    if cell.attack:
+        raise UserError("attack is for simulations; leave it out of this file.")
     data = build(Data, own["data"], "[data]")
     policy = build(Policy, own["policy"], "[policy]")
     if cell.in_flight is not None:
@@ -136,9 +145,10 @@ def read_spec(text: str, path: Path) -> FederationSpec:
     return spec
 
 
-def _check(spec: FederationSpec) -> None:
-    data, cell = spec.data, spec.cell
-    if data.num_outputs < 1 or not data.example_shape or min(data.example_shape) < 1:
+def check_data(data: Data) -> None:
+    """Refuse [data] that does not say what examples look like, or contradicts itself."""
+    num_outputs = 1 if data.classes == FEDERATION else data.num_outputs
+    if num_outputs < 1 or not data.example_shape or min(data.example_shape) < 1:
         raise UserError(
             "[data] does not say what examples look like; give shape = [...] of one example, or features = [...] of a "
             "table, and the classes."
@@ -151,6 +161,11 @@ def _check(spec: FederationSpec) -> None:
         raise UserError('[data] has features and no label; say which column it is: label = "...".')
     if any(value <= 0 or not math.isfinite(value) for value in listed(data.std)):
         raise UserError(f"[data] `std` must be above 0, got {data.std}.")
+
+
+def _check(spec: FederationSpec) -> None:
+    cell = spec.cell
+    check_data(spec.data)
     for name in ("steps", "batch_size", "evaluate_every", "clients", "cohort_size"):
         if (value := getattr(cell, name)) is not None:
             whole_number(name, value)
@@ -160,14 +175,29 @@ def _check(spec: FederationSpec) -> None:
     check_policy(spec.policy, cell.clients)
 
 
-def listed(value: tuple[float, ...] | float | None) -> Sequence[float]:
-    """A number or several, as several."""
+def unresolved(data: Data) -> tuple[str, ...]:
+    """What [data] leaves to the federation."""
+    return tuple(name for name in ("classes", "mean", "std") if getattr(data, name) == FEDERATION)
+
+
+def still_unresolved(names: Sequence[str]) -> UserError:
+    return UserError(
+        f"[data] leaves {' and '.join(names)} to the federation, whose statistics are not known yet; gather them first."
+    )
+
+
+def listed(value: tuple[float, ...] | float | str | None) -> Sequence[float]:
+    """A number or several, as several; none of a value that is left to the federation."""
+    if isinstance(value, str):
+        return ()
     return () if value is None else value if isinstance(value, tuple) else (value,)
 
 
 def to_plan(spec: FederationSpec, device: str = "cpu") -> Plan:
     """What server and parties know alike; each computes with it on its own device."""
     cell, data = spec.cell, spec.data
+    if left := unresolved(data):
+        raise still_unresolved(left)
     is_classes = data.classes is not None
     made = {}
     for name, network in (spec.sizes or {cell.model: cell.model}).items():
@@ -189,6 +219,7 @@ def to_plan(spec: FederationSpec, device: str = "cpu") -> Plan:
         upload=find_transform(cell.upload),
         download=find_transform(cell.download),
         joining_rounds=spec.joining_rounds,
+        robust=find_robust(cell.robust),
     )
 
 

@@ -15,6 +15,7 @@ from pfedhn.deploy.plan import Phase, exchange_of, plan_digest
 from pfedhn.deploy.wire import Message, from_envelope, unpacked
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.plan import Plan
+from pfedhn.engine.robust import Past
 from pfedhn.engine.round import Reply, Returned
 from pfedhn.engine.state import EVALUATED_SPLITS, Schedule
 from pfedhn.params import copy, num_bytes, stack, take
@@ -84,6 +85,7 @@ class ServerState:
     bytes_up: int = 0
     num_accepted: int = 0
     max_staleness: int = 0
+    robust: Past = field(default_factory=dict)  # what a defense against hostile updates remembers
 
 
 def split_results(results: Mapping[str, Any]) -> dict[str, SplitResult]:
@@ -160,7 +162,7 @@ class Rules:
         trained = [row for name, row in known.items() if state.members[name].phase == "training"]
         if state.round == 0 or not trained:
             key = torch.as_tensor(keys.fold(self.plan.seed, "row", member.identity))
-            return self.plan.first_row(key, descriptor)
+            return self.plan.first_row(state.shared, key, descriptor)
         shared = state.best.shared if state.has_ended and state.best is not None else state.shared
         return self.plan.joining_row(shared, stack(trained), descriptor)
 
@@ -220,7 +222,8 @@ class Rules:
                 rows = stack([state.rows[name] for name in names])
                 groups.append(names)
                 returned.append(Returned(model, rows, stack([state.replies[name] for name in names])))
-        state.shared, moved = self.plan.exchange.step(state.shared, returned, torch.tensor(state.round))
+        counting, state.robust = self.plan.guarded(state.robust, returned, groups)
+        state.shared, moved = self.plan.stepping.step(state.shared, counting, torch.tensor(state.round))
         for names, rows in zip(groups, moved, strict=True):
             for place, name in enumerate(names):
                 state.rows[name] = copy(take(rows, place))
@@ -270,8 +273,6 @@ class Rules:
         """A party knows which round was chosen, and has said how good its model of that round is."""
         assert state.final is not None
         member = state.members[table["party"]]
-        if state.is_adapted is None and member.phase == "training":  # as earlier versions told them
-            state.is_adapted = True
         member.is_told = True
         state.final[table["party"]] = table["scores"]
 

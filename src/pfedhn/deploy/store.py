@@ -1,4 +1,4 @@
-"""A server's folder: checkpoints, and after each the journal of later records. Together they give the state.
+"""A server's state on its disk: checkpoints, and the journal of later records. Together they give the state.
 
 A record is a small table and, for an accepted update, the party's signed message as it came. It is on the disk before
 it counts: applied in order to the checkpoint, the records give the state that the server had.
@@ -6,50 +6,42 @@ it counts: applied in order to the checkpoint, the records give the state that t
 
 import hashlib
 import json
-import os
-import struct
+import sqlite3
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
-from pfedhn.deploy.plan import older_digests
+from pfedhn.deploy.database import Database
 from pfedhn.deploy.state import Chosen, Member, Rules, ServerState
 from pfedhn.errors import RunError, first_line
-from pfedhn.storage.checkpoint import (
-    NUM_KEPT,
-    CheckpointError,
-    checkpoints,
-    read_checkpoint_tensors,
-    read_record,
-    remove_old,
-    write_checkpoint,
-)
-from pfedhn.storage.files import filled, named, read_tensors
-from pfedhn.system.files import keep_names, make_folder, read_bytes, write_atomically, writing
+from pfedhn.storage.files import filled, named
 
-FORMAT = 4
-OLD_FORMAT = 3  # has its tensors in a file without an ending, which carries its own digest
-HEAD = struct.Struct("<II32s")  # of a record: lengths of table and message, digest of both
-BEGINNING = b'{"kind": "'  # of every table
+NUM_KEPT = 2  # checkpoints: the newest, and the one before it in case the newest is damaged
 
 
 class Unfit(Exception):
     """A record that the state cannot take; it is not on the disk."""
 
 
-@dataclass
 class Store:
-    """A server's folder."""
+    """The state of a server in the database of its folder."""
 
-    folder: Path
-    rules: Rules
-    number: int = 0  # of the checkpoint that the current journal follows
-
-    def __post_init__(self) -> None:
-        make_folder(self.folder, mode=0o700)
+    def __init__(self, folder: Path, rules: Rules) -> None:
+        self.rules, self.database = rules, Database(folder)
+        self.number = 0  # of the last record
+        if any(folder.glob("journal-*")) or any((folder / "server").glob("journal-*")):
+            raise RunError(f"{folder} holds a federation of version 0.1; end it with that, or give another folder.")
+        with self.database.changing() as cursor:
+            known = cursor.execute("select digest from plan").fetchone()
+            if known is None:
+                cursor.execute("insert into plan values (?)", (rules.plan_digest,))
+            elif known[0] != rules.plan_digest:
+                raise RunError(f"{folder} holds a run of another plan or version of pfedhn; give another folder.")
 
     def commit(self, state: ServerState, table: Mapping[str, Any], message: bytes = b"") -> None:
         """Apply a record to the state, then write it; nobody hears of it before it is written.
@@ -61,7 +53,11 @@ class Store:
             self.rules.apply(state, table, message)
         except Exception as error:
             raise Unfit(f"the record {table['kind']!r} cannot be applied: {first_line(error)}") from error
-        append_record(self._journal(self.number), table, message)
+        text, number = json.dumps(table, allow_nan=False), self.number + 1
+        row = number, table["kind"], table.get("party"), text, message, _digest(text, message)
+        with self.database.changing() as cursor:
+            cursor.execute("insert into journal values (?, ?, ?, ?, ?, ?)", row)
+        self.number = number
 
     def can_step(self, name: str) -> bool:
         """Whether the state on the disk can take a step with the update of this party alone."""
@@ -75,75 +71,72 @@ class Store:
 
     def load(self) -> ServerState:
         """The newest intact checkpoint, with all later records applied."""
-        state, found = None, checkpoints(self.folder)
-        for path in found:
-            try:
-                state = self._read(path)
-            except CheckpointError:
-                continue
-            self.number = _number(path)
-            break
-        # Older checkpoints make up for a damaged one: journals follow each other without a gap.
-        newest = max([self.number, *map(_number, found), *map(_number, self._journals())])
-        missing = [number for number in range(self.number, newest + 1) if not self._journal(number).exists()]
-        if newest and missing:
+        with self.database.reading() as cursor:
+            found = cursor.execute("select number, after, record from checkpoints order by number desc").fetchall()
+            state, self.number = None, 0
+            for number, after, record in found:
+                state = self._checkpoint(cursor, number, record)
+                if state is not None:
+                    self.number = after
+                    break
             if state is None:
-                raise RunError(f"no checkpoint in {self.folder} is sound; restore the folder from a backup.")
-            raise RunError(f"{self._journal(missing[0])} is missing; restore the folder from a backup.")
-        if state is None:
-            state = self.rules.initial()
-        for number in range(self.number, newest + 1):
-            for table, message in records(self._journal(number), is_last=number == newest):
+                (first,) = cursor.execute("select min(number) from journal").fetchone()
+                if found and first != 1:  # the journal does not reach back to the beginning
+                    raise RunError(f"no checkpoint in {self.database.path} is sound; restore the folder from a backup.")
+                state = self.rules.initial()
+            for table, message in self._records(cursor):
                 self.rules.apply(state, table, message)
-            self.number = number
         return state
 
+    def _checkpoint(self, cursor: sqlite3.Cursor, number: int, record: str) -> ServerState | None:
+        """The state of a checkpoint; None if it is damaged."""
+        sha, tensors = hashlib.sha256(), dict[str, Tensor]()
+        rows = cursor.execute("select name, content from tensors where checkpoint = ? order by name", (number,))
+        try:
+            for name, content in rows:
+                sha.update(name.encode() + content)
+                tensors[name] = load(content)["tensor"]
+            table = json.loads(record)
+        except (SafetensorError, ValueError, KeyError):
+            return None
+        sha.update(record.encode().partition(b', "sha256": ')[0])
+        return None if table.pop("sha256", None) != sha.hexdigest() else _to_state(table, tensors, self.rules)
+
+    def _records(self, cursor: sqlite3.Cursor) -> Iterator[tuple[dict[str, Any], bytes]]:
+        """The records after the last one that was read. Damage ends it: what comes after would be lost unsaid."""
+        query = "select number, record, message, digest from journal where number > ? order by number"
+        for number, text, message, digest in cursor.execute(query, (self.number,)):
+            if number != self.number + 1 or digest != _digest(text, message):
+                raise RunError(
+                    f"record {self.number + 1} in {self.database.path} is missing or damaged; restore the folder from "
+                    "a backup."
+                )
+            self.number = number
+            yield json.loads(text), message
+
     def save(self, state: ServerState) -> None:
-        """Write a checkpoint and begin a new journal."""
-        number = self.number + 1
-        # Both journals must exist before the checkpoint counts, since a missing one is an error. The new one is
-        # emptied: in a folder that was restored from a copy, its records did not come after this checkpoint.
-        if not self._journal(self.number).exists():
-            write_atomically(self._journal(self.number), b"", mode=0o600)
-        write_atomically(self._journal(number), b"", mode=0o600)
+        """Write a checkpoint, and remove what is older than the one before it."""
         table, tensors = _to_record(state)
-        table |= {"format": FORMAT, "plan": self.rules.plan_digest}
-        tensors = {name: value.clone() for name, value in tensors.items()}  # the format refuses shared memory
-        write_checkpoint(self.folder, number, table, tensors, mode=0o600)
-        self.number = number
-        remove_old(self.folder, NUM_KEPT)
-        if len(kept := checkpoints(self.folder)) == NUM_KEPT:
-            for journal in self._journals():
-                if _number(journal) < _number(kept[-1]):
-                    journal.unlink(missing_ok=True)
-
-    def _read(self, path: Path) -> ServerState:
-        table = read_record(path)
-        format_, plan = table.pop("format"), table.pop("plan")
-        is_same = plan == self.rules.plan_digest or plan in older_digests(self.rules.plan)
-        if format_ not in (OLD_FORMAT, FORMAT) or not is_same:
-            raise RunError(f"{self.folder} holds a run of another plan or version of pfedhn; give another folder.")
-        if format_ == FORMAT:
-            tensors = read_checkpoint_tensors(path, table)
-            del table["tensors_sha256"]
-        elif (old := read_tensors(path.with_suffix(""))) is not None:
-            tensors = old
-        else:
-            raise CheckpointError(f"{path.stem} is missing or damaged, and was not used.")
-        if table["has_ended"] and "is_adapted" not in table:  # earlier versions decided nothing
-            has_steps = self.rules.plan.fine_tunes
-            table["is_adapted"] = (True if table["final"] else None) if has_steps else False
-        return _to_state(table, tensors, self.rules)
-
-    def _journals(self) -> list[Path]:
-        return sorted(self.folder.glob("journal-*"))
-
-    def _journal(self, number: int) -> Path:
-        return self.folder / f"journal-{number:09d}"
+        contents = {name: save({"tensor": value.detach().cpu().contiguous()}) for name, value in tensors.items()}
+        sha, text = hashlib.sha256(), json.dumps(table)[:-1]
+        for name, content in sorted(contents.items()):
+            sha.update(name.encode() + content)
+        sha.update(text.encode())
+        record = f'{text}, "sha256": "{sha.hexdigest()}"}}'
+        with self.database.changing() as cursor:
+            (newest,) = cursor.execute("select coalesce(max(number), 0) from checkpoints").fetchone()
+            cursor.execute("insert into checkpoints values (?, ?, ?)", (newest + 1, self.number, record))
+            rows = ((newest + 1, name, content) for name, content in contents.items())
+            cursor.executemany("insert into tensors values (?, ?, ?)", rows)
+            for table_name, column in (("checkpoints", "number"), ("tensors", "checkpoint")):
+                cursor.execute(f"delete from {table_name} where {column} <= ?", (newest + 1 - NUM_KEPT,))  # noqa: S608
+            (oldest,) = cursor.execute("select min(after) from checkpoints").fetchone()
+            if newest + 1 >= NUM_KEPT:  # before that, the journal from the beginning makes up for the first one
+                cursor.execute("delete from journal where number <= ?", (oldest,))
 
 
-def _number(path: Path) -> int:
-    return int(path.stem.rpartition("-")[2])
+def _digest(text: str, message: bytes) -> str:
+    return hashlib.sha256(text.encode() + b"\0" + message).hexdigest()
 
 
 def _to_record(state: ServerState) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -181,62 +174,3 @@ def _to_state(table: dict[str, Any], tensors: Mapping[str, Tensor], rules: Rules
             score, results = float(known["score"]), known["results"]
             setattr(state, part, Chosen(known["round"], shared, rows, known["bases"], score, results))
     return state
-
-
-def append_record(path: Path, table: Mapping[str, Any], message: bytes = b"") -> None:
-    """Add a record; when this returns it outlasts a power cut."""
-    text = json.dumps(table, allow_nan=False).encode()
-    head = HEAD.pack(len(text), len(message), hashlib.sha256(text + message).digest())
-    is_new = not path.exists()
-    with writing(path):
-        with open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            file.write(head + text + message)
-            file.flush()
-            os.fsync(file.fileno())
-        if is_new:
-            keep_names(path.parent)
-
-
-def records(path: Path, is_last: bool = True) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """The records of a journal. What a server that was killed left half written at its end is cut off.
-
-    Any other damage ends it: what comes after would be lost without a word. Only the newest journal (`is_last`) can
-    have an end that is half written.
-    """
-    if not path.exists():
-        return
-    content, place = read_bytes(path), 0
-    while place < len(content):
-        record = _record_at(content, place)
-        if record is None:
-            if not is_last or _has_records_after(content, place):
-                raise RunError(
-                    f"{path} is damaged at byte {place:,} of {len(content):,}; bring the folder back from a backup, or "
-                    f"cut the file there (truncate -s {place}) to go on without what came after."
-                )
-            with writing(path):
-                os.truncate(path, place)
-            return
-        table, message, place = record
-        yield table, message
-
-
-def _record_at(content: bytes, place: int) -> tuple[dict[str, Any], bytes, int] | None:
-    if len(content) < place + HEAD.size:
-        return None
-    table_length, message_length, digest = HEAD.unpack_from(content, place)
-    start = place + HEAD.size
-    end = start + table_length + message_length
-    if len(content) < end or hashlib.sha256(content[start:end]).digest() != digest:
-        return None
-    table: dict[str, Any] = json.loads(content[start : start + table_length])
-    return table, content[start + table_length : end], end
-
-
-def _has_records_after(content: bytes, place: int) -> bool:
-    """Whether a sound record follows one that is not; then it is no end that was half written."""
-    while (found := content.find(BEGINNING, place + 1)) >= 0:
-        if found - HEAD.size > place and _record_at(content, found - HEAD.size) is not None:
-            return True
-        place = found
-    return False

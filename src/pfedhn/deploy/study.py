@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pfedhn.deploy.signing import fingerprint
-from pfedhn.deploy.spec import Data, FederationSpec, read_spec, to_plan
+from pfedhn.deploy.spec import FEDERATION, Data, FederationSpec, read_spec, to_plan, unresolved
 from pfedhn.engine.plan import Plan
 from pfedhn.errors import UserError, some
 from pfedhn.params import num_bytes, zeros_like
@@ -51,7 +51,10 @@ class Study:
 
     @cached_property
     def plan(self) -> Plan:
-        return to_plan(self.spec)
+        """The plan; what is left to the parties' statistics stands in it as if there were two classes."""
+        data = self.spec.data
+        left: dict[str, Any] = dict.fromkeys(unresolved(data)) | ({"classes": 2} if data.classes == FEDERATION else {})
+        return to_plan(replace(self.spec, data=replace(data, **left)))
 
     def description(self, privacy: Privacy | None = None) -> dict[str, str]:
         """What a person should know before taking part, by headings; `privacy` is the party's own."""
@@ -71,6 +74,7 @@ class Study:
             "network": ", ".join(f"{name}: {network}" if name else str(network) for name, network in networks),
             "columns": _columns(spec.data),
             "classes": _classes(spec.data),
+            "statistics": _statistics(spec.data),
             "training": f"{local_steps} local steps of {cell.batch_size} examples in each round",
             "rounds": f"{plan.num_rounds}, {who}; {plan.joining_rounds} for a party that joins after training",
             "received": f"weights, {down:,} bytes a message",
@@ -87,9 +91,17 @@ def _columns(data: Data) -> str:
 
 
 def _classes(data: Data) -> str:
+    if data.classes == FEDERATION:
+        return "those that the parties have"
     if data.classes is None:
         return f"none; {data.outputs} numbers are predicted"
     return f"{data.classes}" if isinstance(data.classes, int) else some(data.classes, 20)
+
+
+def _statistics(data: Data) -> str:
+    if left := unresolved(data):
+        return f"counts, means, deviations and classes, once before training, which give {' and '.join(left)}"
+    return "none"
 
 
 def _sent(plan: Plan, privacy: Privacy | None, num_bytes: int) -> str:
@@ -112,7 +124,7 @@ def message_bytes(plan: Plan) -> tuple[int, int]:
     exchange, starts = plan.exchange, plan.initial_models()
     shared = exchange.init_shared(plan.models, starts, 0)
     descriptor = torch.zeros(plan.descriptor_dim, dtype=plan.dtype, device=plan.device) if plan.descriptor_dim else None
-    row = plan.first_row(zero, descriptor)
+    row = plan.first_row(shared, zero, descriptor)
     for model in plan.models.values():
         offer = exchange.offer(model, shared, row, zero, zero)
         received = plan.download.decode(offer.weights, model.dtype)

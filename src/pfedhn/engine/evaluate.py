@@ -20,6 +20,7 @@ from pfedhn.params import Params, take
 from pfedhn.sgd import Batches
 
 EXAMPLES_PER_CHUNK = 3072  # padded examples evaluated at once: bounds memory, whatever the federation
+NUM_SPLITS = 2  # that are evaluated: validation and test
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,8 @@ def evaluate(
     is_adapted: bool = False,
 ) -> Tensor:
     """[N, splits, 2]: summed loss and metric of every client's personal model on its examples of each split."""
-    num_splits, device = chunks[0].masks.shape[1], federation.x.device
+    num_splits = chunks[0].masks.shape[1] if chunks else NUM_SPLITS  # no chunk if nobody has such examples
+    device = federation.x.device
     results = torch.zeros(federation.num_clients, num_splits, 2, dtype=torch.float64, device=device)
     for chunk in chunks:
         # Added: a client may stand in several chunks, though never twice in one.

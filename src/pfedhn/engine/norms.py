@@ -11,7 +11,7 @@ from pfedhn.combinators import published_part
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Memories
 from pfedhn.model import Model
-from pfedhn.params import take
+from pfedhn.params import pick, take
 
 CLIENTS_AT_ONCE = 16  # whose weights are held together
 
@@ -43,7 +43,7 @@ def _of_network(simulation: Simulation, model: Model, memories: Memories) -> Ten
     index = torch.tensor(clients, dtype=torch.int64, device=simulation.device)
 
     def one_client(client: Tensor, row: Any) -> Tensor:
-        weights = simulation.algorithm.publish(model, shared, row).values()
+        weights = pick(simulation.algorithm.publish(model, shared, row), model.shapes).values()
         return torch.cat([value.flatten() for value in weights])
 
     def parts() -> Iterator[Tensor]:

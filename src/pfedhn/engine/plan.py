@@ -4,7 +4,7 @@ Axes: [N] clients.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import pad
+from torch.utils import _pytree as pytree
 
 from pfedhn import keys
 from pfedhn.algorithm import Algorithm, Extras
@@ -21,7 +22,8 @@ from pfedhn.data.description import Description
 from pfedhn.data.federation import Federation
 from pfedhn.engine.executors import EXECUTORS
 from pfedhn.engine.network import with_frozen
-from pfedhn.engine.round import Exchange, Kept, Reply
+from pfedhn.engine.robust import Past, Robust, guarded, refuse_unfit, stepping
+from pfedhn.engine.round import Exchange, Kept, Reply, Returned
 from pfedhn.engine.state import Memories, PrivateTable, Schedule, Select
 from pfedhn.engine.transform import FULL, Transform
 from pfedhn.errors import UserError
@@ -71,6 +73,7 @@ class Plan:
         privacy: What clients do to keep their data from those who see their updates.
         in_flight: How many clients are at work at once in a run that does not wait for its cohorts; None waits.
         joining_rounds: How many rounds a party of a network takes part in that joins when training has ended.
+        robust: The server's defense against hostile updates; None takes every update as it is.
     """
 
     algorithm: Algorithm[Any, Any, Any]
@@ -87,6 +90,7 @@ class Plan:
     privacy: Privacy | None = None
     in_flight: int | None = None
     joining_rounds: int = 20
+    robust: Robust | None = None
 
     def __post_init__(self) -> None:
         size, num_clients = self.schedule.cohort_size, self.num_clients
@@ -102,6 +106,10 @@ class Plan:
         self._check_extras()
         unprotected = sorted({name for extras in self.extras.values() for name in extras.unprotected})
         refuse_leaks(self.privacy, has_statistics, self.algorithm.needs.descriptors, unprotected)
+        if self.robust is not None:
+            has_rows, needs = bool(pytree.tree_leaves(self.form.row)), self.algorithm.needs
+            method = self.exchange.method_name
+            refuse_unfit(self.robust, method, num_clients, self.clients_per_round, needs.communication, has_rows)
         known = ("auto", *EXECUTORS, "captured")
         if self.executor not in known:
             raise UserError(f"there is no executor {self.executor!r}; there are {', '.join(known)}.")
@@ -135,6 +143,19 @@ class Plan:
     def exchange(self) -> Exchange:
         """The two halves of every round."""
         return Exchange(self.algorithm, self.seed, self.upload, self.download, self.joins is not None)
+
+    @property
+    def stepping(self) -> Exchange:
+        """The exchange that takes the server's step from what `guarded` returns."""
+        return stepping(self.exchange, self.robust)
+
+    def guarded(
+        self, past: Past, returned: Sequence[Returned], names: Sequence[Sequence[str]]
+    ) -> tuple[Sequence[Returned], Past]:
+        """The replies of a step as they count, by the names of each group's parties, and what the defense remembers."""
+        if self.robust is None:
+            return returned, past
+        return guarded(self.robust, self.exchange, past, returned, names, self.num_clients)
 
     @property
     def clients_per_round(self) -> int:
@@ -188,9 +209,10 @@ class Plan:
     def _fresh_models(self) -> dict[str, Params]:
         return {name: model.fresh(keys.fold(self.seed, "init")) for name, model in self.models.items()}
 
-    def first_row(self, key: keys.Key, descriptor: Tensor | None) -> Any:
-        """The server's memory of ONE client before its first round."""
-        return in_dtype(self.algorithm.init_row(key, descriptor), self.dtype)
+    def first_row(self, shared: Any, key: keys.Key, descriptor: Tensor | None) -> Any:
+        """The server's memory of ONE client before its first round; `shared` is its memory for all at round 0."""
+        memory = self.exchange.memory_of_method(shared)
+        return in_dtype(self.algorithm.init_row(memory, key, descriptor), self.dtype)
 
     def joining_row(self, shared: Any, rows: Any, descriptor: Tensor | None) -> Any:
         """The server's memory of ONE client that joins; `shared` and `rows` [N, ...] are of the trained federation."""
@@ -237,7 +259,7 @@ class Plan:
         with FakeTensorMode(allow_non_fake_inputs=True):
             shared = self.exchange.init_shared(self.models, starts, 0)
             descriptor = torch.zeros(self.descriptor_dim, dtype=self.dtype, device=self.device)
-            row = self.first_row(torch.zeros((), dtype=torch.int64, device=self.device), descriptor)
+            row = self.first_row(shared, torch.zeros((), dtype=torch.int64, device=self.device), descriptor)
         return Form(shared, row)
 
     def form_of_work(self, memories: Memories, client: int) -> tuple[Reply, Kept]:
@@ -256,7 +278,9 @@ class Plan:
         joins = Joining(memories.shared, memories.rows, self.initial_models())
         values = {name: getattr(self, name) for name in Plan.__dataclass_fields__}
         return Plan(
-            **values | {"clients": clients, "schedule": schedule, "seed": seed, "joins": joins, "in_flight": None}
+            **values
+            | {"clients": clients, "schedule": schedule, "seed": seed, "joins": joins}
+            | {"in_flight": None, "robust": None}
         )
 
     def embeddings(self, memories: Memories) -> Tensor | None:

@@ -206,7 +206,7 @@ class Exchange:
         groups = []
         for one in returned:
             parts = None if now is None else fresh_parts(one.replies, now)
-            decoded, up = self._decoded(one), self.algorithm.extras(one.model).up
+            decoded, up = self.decoded(one), self.algorithm.extras(one.model).up
             updates = {name: value for name, value in decoded.items() if name not in up}
             updates = updates if parts is None else weighted(updates, parts)
             groups.append(Group(one.model, one.rows, updates, one.replies.size, parts, pick(decoded, up)))
@@ -274,7 +274,9 @@ class Exchange:
     def _key(self, transform: Transform, purpose: str, number: Tensor, identity: Tensor) -> Key:
         return 0 if isinstance(transform, Full) else keys.fold(self.seed, purpose, number, identity)
 
-    def _decoded(self, returned: Returned) -> Params:
+    def decoded(self, returned: Returned) -> Params:
+        """The updates of a group [C, ...] as the server takes them, extras among them."""
+
         def decode(encoded: Any) -> Params:
             return self.upload.decode(encoded, returned.model.dtype)
 

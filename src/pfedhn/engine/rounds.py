@@ -76,9 +76,11 @@ def is_spoilt(algorithm: Algorithm[Any, Any, Any], device: torch.device) -> bool
 def is_captured(simulation: Simulation) -> bool:
     """Whether a captured round is meant.
 
-    One whose clients are shared out, protected or not waited for is run operation by operation.
+    One whose clients are shared out, protected, hostile or not waited for is run operation by operation, and so is one
+    with a defense, which looks at updates on the host.
     """
-    if simulation.make_crew is not None or simulation.privacy is not None or simulation.in_flight is not None:
+    apart = (simulation.make_crew, simulation.privacy, simulation.in_flight, simulation.robust, simulation.attack)
+    if any(part is not None for part in apart):
         return False
     return simulation.executor == "captured" or (simulation.executor == "auto" and simulation.federation.x.is_cuda)
 

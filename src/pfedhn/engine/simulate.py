@@ -6,7 +6,7 @@ Axes: [N] clients, [C]lients of a cohort that share one architecture.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from pfedhn import keys
 from pfedhn.data.description import Description
 from pfedhn.data.federation import Federation
+from pfedhn.engine.attack import Attack
 from pfedhn.engine.crew import CohortShard, Trained, Trainer
 from pfedhn.engine.evaluate import Chunk, SplitResult, chunks_of, evaluate, score, to_splits
 from pfedhn.engine.executors import EXECUTORS, Executor
@@ -32,6 +33,8 @@ from pfedhn.engine.state import (
     Progress,
     State,
 )
+from pfedhn.engine.transform import FULL
+from pfedhn.errors import UserError
 from pfedhn.model import Model
 from pfedhn.params import copy, put, stack, take
 from pfedhn.privacy import Protection, RoundCost, keyed_normal
@@ -59,6 +62,7 @@ class Simulation(Plan):
 
     clients: Description = field(init=False, repr=False)  # those of the federation
     federation: Federation = field(kw_only=True)
+    attack: Attack | None = None  # what hostile clients send, to measure a defense
     make_crew: Callable[["Simulation"], Trainer] | None = None  # who shares the clients of a round; nobody where None
     _chosen: dict[str, str] = field(default_factory=dict, init=False, repr=False)  # which executor runs which network
     _executors: dict[str, Executor] = field(default_factory=dict, init=False, repr=False)  # they keep their graphs
@@ -68,6 +72,8 @@ class Simulation(Plan):
         super().__post_init__()
         if self.in_flight is not None:
             check_in_flight(self, self.in_flight)
+        if self.attack is not None and not (self.upload == self.download == FULL):
+            raise UserError("hostile clients are simulated with full updates alone; leave upload and download out.")
 
     @staticmethod
     def of(plan: Plan, federation: Federation) -> "Simulation":
@@ -82,7 +88,7 @@ class Simulation(Plan):
         starts = self.initial_models()
         if self.joins is None:
             shared = self.exchange.init_shared(self.models, starts, keys.fold(self.seed, "shared"))
-            rows = self._first_rows(descriptors)
+            rows = self._first_rows(shared, descriptors)
         else:
             shared, rows = self.joins.shared, self._joining_rows(self.joins, descriptors)
         # Copied, since a captured round writes it in place and a method may hand over the initial model itself.
@@ -92,17 +98,18 @@ class Simulation(Plan):
             down = bytes_of_starts(starts, Counter(self.model_of(i).name for i in range(self.federation.num_clients)))
         return State(0, Memories(shared, rows, self.private_tables(shared, rows)), bytes_down=down)
 
-    def _first_rows(self, descriptors: Tensor) -> Any:
+    def _first_rows(self, shared: Any, descriptors: Tensor) -> Any:
         """The server's memory of every client [N, ...] before the first round."""
         clients = torch.arange(self.federation.num_clients, device=self.federation.x.device)
         row_keys = torch.as_tensor(keys.fold(self.seed, "row", self.federation.identity(clients)))
-        rows = self.first_row(row_keys[0], descriptors[0])
+        first_row = partial(self.first_row, shared)
+        rows = first_row(row_keys[0], descriptors[0])
         if not pytree.tree_leaves(rows):
             return rows
         rows = pytree.tree_map(lambda leaf: leaf.new_empty((len(clients), *leaf.shape)), rows)
         for start in range(0, len(clients), ROWS_AT_ONCE):
             part = slice(start, start + ROWS_AT_ONCE)
-            put(rows, part, torch.vmap(self.first_row)(row_keys[part], descriptors[part]))
+            put(rows, part, torch.vmap(first_row)(row_keys[part], descriptors[part]))
         return rows
 
     def _joining_rows(self, joins: Joining, descriptors: Tensor) -> Any:
@@ -182,7 +189,9 @@ class Simulation(Plan):
         self, state: State, returned: list[Returned], clients: list[list[int]], now: Tensor | None = None
     ) -> None:
         """The server's step from the replies of some clients, of each architecture."""
-        shared, new_rows = self._step(state.memories.shared, returned, now)
+        names = [[self.federation.name_of(client) for client in some] for some in clients]
+        counting, state.robust = self.guarded(state.robust, returned, names)
+        shared, new_rows = self._step(state.memories.shared, counting, now)
         state.memories = state.memories._replace(shared=shared)
         state.bytes_up += bytes_up(part.replies for part in returned)
         for some, rows in zip(clients, new_rows, strict=True):
@@ -197,6 +206,11 @@ class Simulation(Plan):
         model = self.models[shard.architecture]
         both_halves = self.executor_for(model).map(self._one_client(model, shard.shared))
         offers, replies, kept = both_halves(*self._inputs(shard))
+        if self.attack is not None:
+            key = keys.fold(self.seed, "attack", shard.number)
+            replies = replies._replace(
+                update=self.attack.replace_in(replies.update, offers.weights, shard.clients, key)
+            )
         return Trained(replies, kept, bytes_down([offers]))
 
     @property
@@ -254,12 +268,12 @@ class Simulation(Plan):
         expected = mine.size.clamp(max=self.schedule.batch_size)
         return Protection(self.privacy, expected, keyed_normal(mine.secret))
 
-    def _step(self, shared: Any, returned: list[Returned], now: Tensor | None = None) -> tuple[Any, list[Any]]:
+    def _step(self, shared: Any, returned: Sequence[Returned], now: Tensor | None = None) -> tuple[Any, list[Any]]:
         models = [part.model for part in returned]
 
         def step(shared: Any, parts: list[Any], *now: Tensor) -> tuple[Any, list[Any]]:
             returned = [Returned(model, *part) for model, part in zip(models, parts, strict=True)]
-            return self.exchange.step(shared, returned, *now)
+            return self.stepping.step(shared, returned, *now)
 
         key = ("step" if now is None else "late step", *(model.name for model in models))
         given = (shared, [(part.rows, part.replies) for part in returned], *(() if now is None else (now,)))

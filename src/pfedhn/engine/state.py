@@ -17,6 +17,7 @@ from pfedhn.algorithms.find import method_of
 from pfedhn.data.describe import large_labels
 from pfedhn.data.federation import Federation
 from pfedhn.engine.evaluate import SplitResult
+from pfedhn.engine.robust import Past
 from pfedhn.engine.round import Kept, Reply
 from pfedhn.errors import RunError, UserError
 from pfedhn.params import copy, put, stack, take
@@ -228,6 +229,7 @@ class State:
     bytes_up: int = 0
     num_updates: Counter[int] = field(default_factory=Counter)  # of each client, where they cost privacy
     flight: Flight = field(default_factory=Flight)  # of a run that does not wait
+    robust: Past = field(default_factory=dict)  # what a defense against hostile updates remembers
     bad: Tensor | None = (
         None  # [2] of a captured run: the round and client at which it diverged unnoticed so far, or -1
     )

@@ -10,6 +10,8 @@ from torch.utils import _pytree as pytree
 
 from pfedhn import models
 from pfedhn.algorithms.find import AnyAlgorithm, build_algorithm, find_method
+from pfedhn.engine.attack import Attack
+from pfedhn.engine.robust import find_robust
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.transform import find_transform
 from pfedhn.errors import UserError, closest
@@ -72,7 +74,9 @@ def check(experiment: Experiment) -> None:
         _check_sizes(cell)
         for transform in (cell.upload, cell.download):
             find_transform(transform)
+        find_robust(cell.robust)
         cell_privacy(cell)
+        cell_attack(cell)
         if cell.pretrain is not None:
             find_method(cell.pretrain)
             pretraining_cell(experiment, cell)
@@ -109,6 +113,15 @@ def cell_privacy(cell: Cell) -> Privacy | None:
         if name not in cell.privacy:
             raise UserError(f"privacy needs {name}; write privacy = {{clip = 1.0, noise = 1.0}}, say.")
     return build(Privacy, cell.privacy, "privacy")
+
+
+def cell_attack(cell: Cell) -> Attack | None:
+    """What the hostile clients of a cell send, if there are any."""
+    if not cell.attack:
+        return None
+    attack = build(Attack, cell.attack, "attack")
+    attack.honest(cell.clients)
+    return attack
 
 
 def refuse_unused_start(simulation: Simulation, cell: Cell) -> None:
@@ -178,6 +191,8 @@ def build_simulation(
         resize_every=cell.resize_every,
         privacy=cell_privacy(cell),
         in_flight=cell.in_flight,
+        robust=cell.robust,
+        attack=cell_attack(cell),
     )
     for name in network_names(cell):
         model = simulation.models[models.network_name(name)]

@@ -108,10 +108,13 @@ class Directory:
             if plain(asdict(stored)) == plain(asdict(experiment)):
                 return planned
             name, difference = _first_difference(plain(asdict(stored)), plain(asdict(experiment)))
-            if name.endswith("lr"):
+            if name.endswith("lr") or _differ_in_settings(stored, experiment):
+                way_out = "give another --out, or the settings it was made with"
+                if named == self.path:
+                    way_out = f"`pfedhn run --resume {named}` keeps those it was made with, another --out takes the new"
                 raise UserError(
-                    f"{named} holds {stored.name!r} with other learning rates ({difference}): --rates, --set or the "
-                    "experiment's .rates.toml has changed since; give another --out, or the rates it was made with."
+                    f"{named} holds {stored.name!r} with other method settings ({difference}): --rates, --set, the "
+                    f"file or the .rates.toml beside it has changed since; {way_out}."
                 )
             raise UserError(
                 f"{named} holds another experiment, or other settings of it: {difference}; give another --out, or the "
@@ -213,6 +216,12 @@ def _is_of(run: RunSpec, name: str, seed: int, cell: Mapping[str, Any] | None) -
         return (name, seed) == (run.name, run.seed) and build(Cell, cell or {}, name) == run.cell
     except UserError:
         return False
+
+
+def _differ_in_settings(one: Experiment, other: Experiment) -> bool:
+    """Whether two experiments differ in the settings of their methods alone."""
+    bare = [replace(each, cells=tuple(replace(cell, settings={}) for cell in each.cells)) for each in (one, other)]
+    return bool(plain(asdict(bare[0])) == plain(asdict(bare[1])))
 
 
 REMOVE = "remove it and repeat the command that started the experiment: its runs continue"

@@ -191,7 +191,9 @@ def _cells_of_grid(table: dict[str, Any], name: str) -> Iterator[Cell]:
         headed(f"[methods.{method}]", method)
         if method not in methods:
             raise UserError(f"[methods.{method}] has no cell to change; add it to method = {methods!r}.")
-    _refuse_unknown(table, [method for method in methods if isinstance(method, str)], name)
+    named = [method for method in methods if isinstance(method, str)]
+    _refuse_unknown(table, named, name)
+    _refuse_of_some(table.get("settings"), named)
     for method in methods:
         for point in _grid({"method": method} | table, {item.name: None for item in fields(Cell)}):
             cell = build(Cell, point, name, FIELDS)
@@ -215,6 +217,19 @@ def _refuse_unknown(table: Mapping[str, Any], methods: Iterable[str], name: str)
                     f"{to_toml({found: table[key]}).strip()} under the heading [methods.{method.rpartition(':')[2]}]."
                 )
         raise UserError(f"{name} has no field {key!r}; {closest_setting(key, known, FIELDS)}")
+
+
+def _refuse_of_some(settings: Any, methods: Sequence[str]) -> None:
+    """Refuse under `settings`, which is for all methods, what only some of them have."""
+    known = {method: names_to_set(find_method(method).kinds) for method in methods}
+    for key in settings if isinstance(settings, Mapping) else ():
+        having = [method for method in methods if key in known[method]]
+        if having and len(having) < len(known):
+            lacking = next(method for method in methods if key not in known[method])
+            raise UserError(
+                f"settings.{key} is for all methods, and {lacking.rpartition(':')[2]} has no {key!r}; write "
+                f"{to_toml({key: settings[key]}).strip()} under the heading [methods.{having[0].rpartition(':')[2]}]."
+            )
 
 
 def _grid(table: Mapping[str, Any], hints: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -255,7 +270,8 @@ def _with_values(cell: Cell, values: Mapping[str, Any]) -> Cell:
 
 def _joined(name: str, before: Any, change: Mapping[str, Any]) -> dict[str, Any]:
     """A table with some entries changed; the settings of one partition rule mean nothing to another."""
-    other_rule = name == "partition" and change.get("rule", before.get("rule")) != before.get("rule")
+    before = {"rule": before} if isinstance(before, str) else before or {}
+    other_rule = name in ("partition", "robust") and change.get("rule", before.get("rule")) != before.get("rule")
     return dict(change) if other_rule else {**before, **change}
 
 

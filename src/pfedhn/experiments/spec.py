@@ -53,6 +53,10 @@ class Cell:
     download: str = "full"  # and to the weights on their way down
     in_flight: int | None = None  # clients that train at the same time in an asynchronous run; synchronous if none
     privacy: Mapping[str, Any] = field(default_factory=dict)  # how clients keep their data private (`Privacy`)
+    robust: str | Mapping[str, Any] | None = (
+        None  # the server's defense against hostile updates, or its `rule` and more
+    )
+    attack: Mapping[str, Any] = field(default_factory=dict)  # what hostile clients send (`Attack`)
     pretrain: str | None = None  # the method whose last model every client starts from
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the method
 
@@ -188,7 +192,7 @@ def cell_names(cells: Sequence[Cell]) -> list[str]:
 # Names with a digest must stay what they were before there were these fields, which stored runs do not have.
 YOUNGER_FIELDS = (
     *("task", "upload", "download", "sizes", "part", "resize_every", "descriptors", "network", "read", "privacy"),
-    *("in_flight", "select", "patience", "folds"),
+    *("in_flight", "select", "patience", "folds", "robust", "attack"),
 )
 
 
@@ -203,7 +207,7 @@ def distinct(cells: Iterable[Cell]) -> tuple[Cell, ...]:
 
 
 # Fields that are tables, which "partition.alpha" reaches into.
-CELL_TABLES = ("partition", "settings", "columns", "network", "read", "privacy")
+CELL_TABLES = ("partition", "settings", "columns", "network", "read", "privacy", "robust", "attack")
 
 
 # What the data of a run and its network are made from.

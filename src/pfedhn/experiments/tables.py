@@ -13,7 +13,8 @@ from pfedhn.data.silos import SILOS, read_table
 from pfedhn.data.tables import MIN_EXAMPLES, client_sizes, table_task
 from pfedhn.errors import UserError, closest, short
 from pfedhn.experiments.spec import Cell, is_made, is_own_data, is_table
-from pfedhn.settings import names_to_set, whole_number
+from pfedhn.runs.tables import BATCH_SIZE, TABLE_METHODS, TABLE_MODEL, usual_schedule, usual_settings
+from pfedhn.settings import whole_number
 from pfedhn.system.files import given_path, reading
 
 COLUMNS = {"client": "client_column", "label": "label_column", "ignore": "ignore_columns"}
@@ -31,23 +32,7 @@ EARLIER_READ: Mapping[str, Any] = {
 }
 """The same of a cell that does not say it: in runs of earlier versions, this is what was done."""
 
-# What a table is trained with if its file does not say it; chosen on validation examples (docs/tables.md).
-TABLE_METHODS = ("local", "fedavg", "fedper-intercept", "pfedhn-intercept", "pfedhn-last", "pfedhn-shared")
 PERSONALIZED = {"intercept": "pfedhn-intercept", "last": "pfedhn-last", "all": "pfedhn-shared"}
-TABLE_MODEL = "wide-32"
-PARTICIPATIONS = 100  # of each client, at most
-PATIENCE = 10  # participations of each client without a better validation loss, after which training stops
-STEPS = (2_000, 20_000)  # at least and at most, however many clients there are
-LEAST_PATIENCE = 500  # steps, of which a hypernetwork needs many
-EVALUATIONS = 20  # within that patience, at most
-BATCH_SIZE = 64
-LOCAL_STEPS = (5, 50)  # at least and at most; one pass over the examples of a usual client in between
-TABLE_SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "": {"local_lr": 0.01, "local_clip": 1.0},  # of every method
-    "local": {"local_weight_decay": 0.01},
-    "fedavg-ft": {"adaptation_steps": 10},
-    "pfedhn-shared": {"adaptation_steps": 10},
-}
 
 
 def table_columns(cell: Cell) -> dict[str, Any]:
@@ -106,13 +91,16 @@ def with_own_clients(cell: Cell, data_dir: Path | None = None) -> Cell:
 def _sizes(cell: Cell, data_dir: Path | None) -> list[int]:
     """The number of examples of each client that trains; [] if that is not known yet.
 
-    Only the column of clients is read: `--set` may still change how the others are read.
+    Only the columns of clients and labels are read: `--set` may still change how the others are read.
     """
     table, columns = _there(cell, data_dir), table_columns(cell)
     if table is None or "client_column" not in columns:
         return []
     least = whole_number("read.min_examples", {**EARLIER_READ, **cell.read}["min_examples"])
-    return client_sizes(table, columns["client_column"], least)
+    label = columns.get("label_column")
+    return client_sizes(
+        table, columns["client_column"], least, None if label in columns.get("ignore_columns", ()) else label
+    )
 
 
 def _there(cell: Cell, data_dir: Path | None) -> str | Columns | None:
@@ -144,12 +132,14 @@ def with_table_defaults(
         given = _personalized(given, cell)
     if not is_table(cell.dataset):
         for name in table.keys() - given.keys():
-            raise UserError(f'`{name}` = "auto" is for tables; {cell.dataset} is none, so give its value.')
+            raise UserError(
+                f'`{name}` = "auto" is for tables; {cell.dataset} is none, so give its value (docs/experiments.md).'
+            )
         return given
     cell = replace(cell, read={**TABLE_READ, **cell.read})
     columns, source = table_columns(cell), _there(cell, data_dir)
     sizes = list(usual_sizes) if source is None else _sizes(cell, data_dir)
-    usual: dict[str, Any] = {"read": dict(cell.read), "model": TABLE_MODEL, "select": "loss", "batch_size": BATCH_SIZE}
+    usual: dict[str, Any] = {"read": dict(cell.read), "model": TABLE_MODEL, "batch_size": BATCH_SIZE}
     if "method" not in given and "methods" not in given:
         usual["method"] = list(TABLE_METHODS)
     if cell.dataset in SILOS:
@@ -159,11 +149,8 @@ def with_table_defaults(
     if sizes:
         number = given.get("clients", len(sizes))
         number = number if isinstance(number, int) and number > 0 else len(sizes)
-        usual |= {"clients": number, "evaluate_every": max(number, LEAST_PATIENCE // EVALUATIONS)}
-        if "steps" not in given:
-            least, most = STEPS
-            steps = max(least, min(PARTICIPATIONS * number, max(most, PATIENCE * number)))
-            usual |= {"steps": steps, "patience": max(PATIENCE * number, LEAST_PATIENCE)}
+        usual |= {"clients": number, **usual_schedule(number, given.get("steps"))}
+    usual["select"] = "loss"
     filled = {**usual, **given, "read": usual["read"]}
     filled["methods"] = _method_settings(filled, sizes)
     return filled
@@ -201,14 +188,10 @@ def _method_settings(table: Mapping[str, Any], sizes: Sequence[int]) -> Any:
         return headings  # which is refused where the file is checked
     folds = table.get("folds")
     share = 1 - 2 / folds if isinstance(folds, int) and folds > 2 else (table.get("split") or Cell.split)[0]
-    train = round(share * median(sizes)) if sizes else 0
-    least, most = LOCAL_STEPS
-    usual = {"local_steps": max(least, min(most, train // BATCH_SIZE)), **TABLE_SETTINGS[""]}
     filled = dict(headings)
     for name in methods:
-        mine = {**usual, **TABLE_SETTINGS.get(name, {})}
-        known = names_to_set(ALGORITHMS[name].kinds)
-        mine = {key: value for key, value in mine.items() if key in known and key not in everywhere}
+        mine = usual_settings(name, round(share * median(sizes)) if sizes else 0)
+        mine = {key: value for key, value in mine.items() if key not in everywhere}
         filled[name] = (
             {**mine, **headings.get(name, {})} if isinstance(headings.get(name, {}), Mapping) else headings[name]
         )

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from pfedhn.algorithms import ALGORITHMS
-from pfedhn.paper.experiments import BEYOND_THE_PAPER
+from pfedhn.paper.experiments import CIFAR10
 from pfedhn.paper.stored_tables import SEEDS, STRONGER
 from pfedhn.report.entries import Column, Entry, Report, Summary, display_name
 from pfedhn.report.pairs import LEAST_SEEDS, Difference, difference, scores
@@ -19,9 +19,9 @@ SUMMARIZED = ("cifar10", "cifar100", "omniglot")
 
 # The rows of a table under headings that say whose recipe they are.
 GROUPS: Mapping[str, Collection[str]] = {
-    "The paper's methods, by its recipe": [name for name in ALGORITHMS if name not in BEYOND_THE_PAPER],
+    "The paper's methods, by its recipe": list(CIFAR10),
     "Our stronger recipe of pFedHN": STRONGER,
-    "Baselines that are not in the paper": [name for name in BEYOND_THE_PAPER if name not in STRONGER],
+    "Baselines that are not in the paper": [name for name in ALGORITHMS if name not in (*CIFAR10, *STRONGER)],
 }
 
 

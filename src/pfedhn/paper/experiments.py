@@ -9,6 +9,7 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.experiments.rates import apply_rates, rates_for, read_rates
 from pfedhn.experiments.spec import Cell, Experiment
+from pfedhn.paper.robustness import ROBUSTNESS, robustness_cifar10
 
 RATES_FILE = Path(__file__).with_name("rates.toml")  # what `pfedhn tune` chose for the experiments below
 PACKAGE_RATES = read_rates(RATES_FILE)  # read once: a dozen experiments take theirs
@@ -314,6 +315,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         COMPRESSION,
         STALENESS,
         PRIVACY,
+        ROBUSTNESS,
         table1("table1-cifar10", "Table 1, CIFAR-10: 2 classes per client", CIFAR10, _cifar("cifar10", 2)),
         table1("table1-cifar100", "Table 1, CIFAR-100: 10 classes per client", CIFAR100, _cifar("cifar100", 10)),
         table1(
@@ -350,6 +352,10 @@ EXPERIMENTS["privacy-cifar10"] = Experiment(
         for method in ("fedavg", "pfedhn")
         for cell in (_TABLE1[method], *with_privacy(_TABLE1[method], CIFAR_NOISES, local_steps=10))
     ),
+)
+
+EXPERIMENTS["robustness-cifar10"] = robustness_cifar10(
+    {cell.method: cell for cell in EXPERIMENTS["table1-cifar10"].cells if cell.clients == 10}
 )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+from pfedhn.paper import hospitals_privacy
 from pfedhn.paper.hospitals import NAME
 from pfedhn.paper.pages import shown_figure
 from pfedhn.report.findings import Finding, svgs
@@ -12,20 +13,20 @@ from pfedhn.report.results import Runs, read_file
 from pfedhn.report.study import findings
 from pfedhn.report.tables import markdown_table
 
-FILE = Path(__file__).resolve().parents[3] / "results" / f"{NAME}.jsonl"
+RESULTS = Path(__file__).resolve().parents[3] / "results"
 
 
 @cache
-def stored() -> tuple[Runs, Finding]:
-    """The stored runs, and what they show."""
-    (runs,) = read_file(FILE)
+def stored(name: str = NAME) -> tuple[Runs, Finding]:
+    """The stored runs of a study, and what they show."""
+    (runs,) = read_file(RESULTS / f"{name}.jsonl")
     (finding,) = findings([runs])
     return runs, finding
 
 
-def table(number: int) -> str:
-    """A table of the finding, with its caption."""
-    lines, caption = stored()[1].tables[number]
+def table(number: int, name: str = NAME) -> str:
+    """A table of a finding, with its caption."""
+    lines, caption = stored(name)[1].tables[number]
     return f"{markdown_table(lines)}\n\n{caption}"
 
 
@@ -40,9 +41,9 @@ ALTERNATIVES = {
 }
 
 
-def origin() -> str:
+def origin(study: str = NAME) -> str:
     """The command, seeds, device, versions and time of the stored runs."""
-    results = list(stored()[0].results.values())
+    results = list(stored(study)[0].results.values())
     places = {(one.environment.device, one.environment.torch) for one in results}
     where = "; ".join(f"{device}, torch {version}" for device, version in sorted(places))
     seeds = ", ".join(map(str, sorted({one.seed for one in results})))
@@ -61,7 +62,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "new": lambda: table(2),
     "calibration": lambda: figure("calibration"),
     "map": lambda: figure("map"),
-    "origin": origin,
+    "privacy": lambda: f"{stored(hospitals_privacy.NAME)[1].sentence}\n\n{table(0, hospitals_privacy.NAME)}",
+    "origin": lambda: f"{origin()}\n\n{origin(hospitals_privacy.NAME)}",
 }
 
 

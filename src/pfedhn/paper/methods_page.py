@@ -1,6 +1,6 @@
-"""Write the tables of docs/methods.md, docs/privacy.md, docs/deployment.md and docs/hospitals.md.
+"""Write the tables of docs/methods.md, privacy.md, robustness.md, deployment.md and hospitals.md.
 
-What each method moves and keeps, what fewer bits cost, and all settings; accuracy against epsilon; accuracy against
+What each method moves and keeps, what fewer bits cost, and all settings; accuracy against epsilon, attacks and
 clients in flight. `make docs` runs it. A table stands between two markers and is made from a method's file and its row
 of `ALGORITHMS`, so that a new method appears by itself, or from the stored runs of an experiment. What a setting means
 is the comment behind it in the dataclass.
@@ -19,6 +19,7 @@ from typing import Any, get_args, get_type_hints
 import torch
 from torch.utils import _pytree as pytree
 
+from pfedhn.algorithm import LABEL_COUNTS
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.method import Method
 from pfedhn.combinators import WRAPPERS, innermost
@@ -26,13 +27,14 @@ from pfedhn.model import Model
 from pfedhn.models import LeNet, cross_entropy
 from pfedhn.paper import hospitals_page
 from pfedhn.paper.pages import between, markdown
+from pfedhn.paper.robustness import ATTACKS, ROBUSTNESS
 from pfedhn.report.entries import Entry, to_reports
 from pfedhn.report.results import read_file
 from pfedhn.report.tables import bytes_text, number_text
 from pfedhn.settings import CHOICE, settings_in, values_of
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "methods.md"
-NUM_CLIENTS = 50
+NUM_CLIENTS, NUM_CLASSES = 50, 10
 
 
 def meanings(algorithm: type[Any]) -> dict[str, str]:
@@ -106,7 +108,8 @@ def section(name: str, method: Method) -> str:
     place = f"`{name}`: `{method.algorithm.__module__}.{method.algorithm.__qualname__}`"
     if is_variant(method):
         return f"{title}{place} with other defaults.\n\n{method.description}\n\n{settings_table(method)}"
-    return f"{title}{place}\n\n{pseudo_code(method)}\n\n{settings_table(method)}"
+    use = f"**When to use it.** {method.use}\n\n" if method.use else ""
+    return f"{title}{place}\n\n{pseudo_code(method)}\n\n{use}{settings_table(method)}"
 
 
 def wrappers_table() -> str:
@@ -130,14 +133,18 @@ def wire_table() -> str:
     """How many numbers each method moves and keeps, counted by calling its functions."""
     model = Model("lenet", LeNet, cross_entropy, dtype=torch.float64)  # the type that rows are drawn in
     start = model.fresh(0)
-    names = ["the client receives", "the client keeps", "the server keeps for it", "minibatches before a test"]
+    columns = ["receives", "sends", "keeps"]
+    names = [*(f"the client {what}" for what in columns), "the server keeps for it", "minibatches before a test"]
     lines = [["method", *names]]
     for name, method in ALGORITHMS.items():
         algorithm = innermost(method().for_clients(NUM_CLIENTS))
         shared = algorithm.init_shared({model.name: model}, {model.name: start}, 0)
-        row, private = algorithm.init_row(0, None), algorithm.init_private(model, start, 0)
-        sent = count(algorithm.send(model, shared, row)) if algorithm.needs.communication else 0
-        numbers = (sent, count(private), count(row), algorithm.num_personalize_batches)
+        extras, classes = algorithm.extras(model), torch.zeros(NUM_CLASSES, dtype=torch.int64)
+        given = start if extras.num_labels is None else start | {LABEL_COUNTS: classes}
+        row, private = algorithm.init_row(shared, 0, None), algorithm.init_private(model, given, 0)
+        received = count(algorithm.send(model, shared, row)) if algorithm.needs.communication else 0
+        down, up = extras.num_values
+        numbers = (received, received - down + up, count(private), count(row), algorithm.num_personalize_batches)
         lines.append([f"`{name}`", *(f"{number:,}" for number in numbers)])
     return markdown(lines, breaks=True)
 
@@ -178,6 +185,27 @@ def privacy_table(name: str = "privacy", without: str | None = None) -> str:
     return markdown(lines, breaks=True)
 
 
+def robustness_table() -> str:
+    """Accuracy of the honest clients by method, defense and attack."""
+    by_cell: dict[tuple[str, str], dict[str, Entry]] = {}
+    for entry in stored("robustness"):
+        method, robust = ALGORITHMS[entry.cell.method].name, str(entry.cell.robust or "none")
+        by_cell.setdefault((method, robust), {})[entry.cell.attack["kind"]] = entry
+    lines = [["method", "`robust`", "no attack", *(f"`{attack}`" for attack in ATTACKS[1:])]]
+    for (method, robust), found in by_cell.items():
+        lines.append([method, robust, *(_of_finished(found.get(attack)) for attack in ATTACKS)])
+    return markdown(lines, left=2, breaks=True)
+
+
+def _of_finished(entry: Entry | None) -> str:
+    """Accuracy over clients, and how many runs diverged; those are not stored."""
+    num_diverged = len(ROBUSTNESS.seeds) - (0 if entry is None else len(entry.results))
+    text = "" if entry is None or not entry.results else number_text(entry.test("clients"))
+    if not num_diverged:
+        return text
+    return f"{text} ({num_diverged} diverged)" if text else "diverged"
+
+
 def staleness_table() -> str:
     """Accuracy against clients in flight."""
     by_method: dict[str, dict[int, str]] = {}
@@ -203,6 +231,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "privacy-cifar10": partial(privacy_table, "privacy-cifar10", "table1-cifar10"),
     },
     "deployment.md": {"staleness": staleness_table},
+    "robustness.md": {"robustness": robustness_table},
     "hospitals.md": hospitals_page.PARTS,
 }
 """By page and marker."""

@@ -8,6 +8,7 @@ from pfedhn.paper import (
     fixed_representation,
     generalization,
     hospitals,
+    hospitals_privacy,
     linear,
     mix_and_match,
     networks,
@@ -38,6 +39,6 @@ OF_PAPER = {
         *ablation.STUDIES,
     )
 }
-STUDIES = OF_PAPER | {hospitals.STUDY.name: hospitals.STUDY}
+STUDIES = OF_PAPER | {study.name: study for study in (hospitals.STUDY, hospitals_privacy.STUDY)}
 DRAWN = networks.DRAWN
 """Drawn from experiments that are run by their own name."""

@@ -108,14 +108,39 @@ class Pairs(NamedTuple):
         return means
 
     def draws(self) -> Numbers:
-        """Gains for clients and seeds that are drawn with replacement, the same clients in every seed."""
+        """Gains for clients and seeds that are drawn with replacement, the same clients in every seed.
+
+        Folds are not drawn: each tests other examples of a client, so a draw without one would count the luck of
+        examples twice. What the folds' models have in common is added instead, as a draw from a t distribution.
+        """
         random, (num_seeds, num_clients) = numpy.random.default_rng(0), self.weights.shape
-        found, size = [], max(1, NUMBERS_AT_ONCE // num_clients)
+        found, size, has_folds = [], max(1, NUMBERS_AT_ONCE // num_clients), self.shares is not None
         for start in range(0, DRAWS, size):
             count = min(size, DRAWS - start)
-            found.append(self._gains(_counts(random, count, num_clients), _counts(random, count, num_seeds)))
+            clients = _counts(random, count, num_clients)
+            seeds = numpy.ones((count, num_seeds)) if has_folds else _counts(random, count, num_seeds)
+            found.append(self._gains(clients, seeds))
         gains = numpy.concatenate(found)
+        if has_folds and num_seeds > 1 and num_clients > 1:
+            gains += self._deviation_of_folds() / math.sqrt(num_seeds) * random.standard_t(num_seeds - 1, len(gains))
         return gains[numpy.isfinite(gains)]  # a draw may hold no test example
+
+    def _deviation_of_folds(self) -> float:
+        """The standard deviation of gains over folds that examples do not explain, by an analysis of variance."""
+        total = self.weights.sum()
+        ours, theirs = (
+            values / (2 * max(float(self.measure.root((self.weights * values).sum() / total)), 1e-12))
+            if self.measure.name == "RMSE"  # whose root is linear in the neighborhood of its mean
+            else values
+            for values in (self.ours, self.theirs)
+        )
+        gains, is_used = self.measure.sign * (ours - theirs), self.weights.sum(1) > 0
+        gains, weights = gains[is_used], self.weights[is_used]
+        folds, clients = ((weights * gains).sum(axis) / weights.sum(axis) for axis in (1, 0))
+        rest = gains - clients - (folds - folds.mean())[:, None]
+        freedom = max(1, (weights > 0).sum() - len(folds) - len(clients) + 1)
+        by_examples = (weights * rest**2).sum() / freedom * (1 / weights.sum(1)).mean()
+        return math.sqrt(max(0.0, float(folds.var(ddof=1) - by_examples))) if len(folds) > 1 else 0.0
 
     def interval(self) -> tuple[float, float] | None:
         """The expanded percentile interval (Hesterberg, 2015), which few clients make wider; None for a single one."""

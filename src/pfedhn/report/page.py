@@ -76,7 +76,7 @@ def _section(report: Report, average: Average) -> dict[str, Any]:
         results, note = tables.displayed(tables.grid(finished, average)), tables.caption(finished, average)
         cost = lines
     else:
-        results, note = _columns(lines, lambda name: name not in COSTS), tables.caption(finished)
+        results, note = _columns(lines, lambda name: name not in COSTS), tables.details_caption(finished, average)
         cost = _columns(lines, lambda name: name in ("method", *COSTS))
     return {
         "title": report.title,
@@ -132,7 +132,7 @@ def best_cells(lines: Sequence[Sequence[str]], is_loss: bool = False) -> set[tup
     has no deviation beside it.
     """
     found = set()
-    measures = ("over clients", "over samples", "test loss", "squared error", "RMSE")
+    measures = ("over clients", "over samples", "accuracy", "log loss", "test loss", "squared error", "RMSE")
     apart = [place for place, name in enumerate(lines[0]) if name in ("data set", "clients")]
     for place, name in enumerate(lines[0]):
         if name not in measures and not re.search(r", \d+ clients$", name):
@@ -147,7 +147,7 @@ def best_cells(lines: Sequence[Sequence[str]], is_loss: bool = False) -> set[tup
                     singles.add(group)
         for group, numbers in groups.items():
             if len(numbers) > 1 and group not in singles:
-                best = (min if is_loss else max)(numbers.values())
+                best = (min if is_loss or name == "log loss" else max)(numbers.values())
                 found |= {(row, place) for row, number in numbers.items() if number == best}
     return found
 

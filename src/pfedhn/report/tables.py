@@ -26,6 +26,7 @@ from pfedhn.report.entries import (
     loss_digits,
     summarize,
 )
+from pfedhn.report.gains import Measure
 from pfedhn.report.measures_table import caption as measures_caption
 from pfedhn.report.measures_table import measure_numbers, measures_table, yardstick_numbers
 from pfedhn.report.pairs import caption as pairs_caption
@@ -120,7 +121,10 @@ def details(report: Report, average: Average = "clients", column: Column | None 
         fields["data set"] = lambda entry: entry.column[0]
     if column is None and len({clients for _, clients in report.columns}) > 1:
         fields["clients"] = lambda entry: str(entry.column[1])
-    if report.has_accuracy:
+    if judged_by_loss(report):
+        fields["log loss"] = lambda entry: number_text(summarize(one.test.loss for one in entry.results.values()), 3)
+        fields["accuracy"] = lambda entry: number_text(entry.test(average))
+    elif report.has_accuracy:
         fields["over clients"] = lambda entry: number_text(entry.test("clients"))
         fields["over samples"] = lambda entry: number_text(entry.test("samples"))
     else:
@@ -147,6 +151,17 @@ def details(report: Report, average: Average = "clients", column: Column | None 
     return [list(fields), *([show(entry) for show in fields.values()] for entry in entries)]
 
 
+def judged_by_loss(report: Report) -> bool:
+    """Whether methods that have an accuracy are compared by their log loss, as those of a table of classes are."""
+    finished = [entry for entry in report.entries if entry.results]
+    return report.has_accuracy and bool(finished) and Measure.of(finished).name == "log loss"
+
+
+def details_caption(report: Report, average: Average = "clients") -> str:
+    """What the numbers of `details` are: either both averages of accuracy, or one beside the log loss."""
+    return caption(report, average if judged_by_loss(report) else None)
+
+
 def caption(report: Report, average: Average | None = None) -> str:
     """What the numbers are, and where they were made."""
     over = f", averaged over {average}" if average and report.has_accuracy else ""
@@ -154,6 +169,8 @@ def caption(report: Report, average: Average | None = None) -> str:
         f"{report.measure.capitalize()}{over}, at the round chosen on validation{_chosen_by(report)}; "
         f"mean ± standard deviation over seeds.{_folds_text(report)}"
     )
+    if judged_by_loss(report):
+        text += " Log loss is the mean over test examples, lower is better; the verdict compares it."
     if report.is_squared:
         text += " RMSE is its root, in the unit of the labels."
     if not report.has_accuracy:
@@ -203,7 +220,7 @@ def to_terminal(report: Report, average: Average = "clients") -> Group:
                 parts += ["", rich_table(details(report, average, column), column_text(column))]
     else:
         title = " ".join([report.title, *(f"({column_text(column)})" for column in report.columns)])
-        parts += [rich_table(details(report, average), title), Text(caption(report), style="dim")]
+        parts += [rich_table(details(report, average), title), Text(details_caption(report, average), style="dim")]
     for column in report.columns:
         if table := measures_table(report, column):
             parts += ["", rich_table(table, "Measures"), Text(measures_caption(report, column), style="dim")]
@@ -237,7 +254,7 @@ def to_markdown(reports: Sequence[Report], average: Average = "clients") -> str:
             parts += [f"### {heading}", "\n".join(f"- {_markdown(text)}" for text in to_text(verdict)), note(verdict)]
         if len(report.columns) > 1:
             parts += [markdown_table(grid(report, average)), _markdown(caption(report, average))]
-        parts += [markdown_table(details(report, average)), _markdown(caption(report))]
+        parts += [markdown_table(details(report, average)), _markdown(details_caption(report, average))]
         for column in report.columns:
             if table := measures_table(report, column):
                 parts += [markdown_table(table), _markdown(measures_caption(report, column))]
@@ -377,7 +394,7 @@ def _math(text: str) -> str:
 def _latex_details(report: Report, average: Average) -> str:
     heading, *lines = details(report, average)
     rows = [[_latex(cell) for cell in line] for line in [heading, *displayed(lines)]]
-    text = f"{_latex(report.title)}: both averages, and the cost of a run. {_latex(caption(report))}"
+    text = f"{_latex(report.title)}: scores, and the cost of a run. {_latex(details_caption(report, average))}"
     return _latex_table(text, "r" * (len(heading) - 1), rows, num_heading_rows=1)
 
 

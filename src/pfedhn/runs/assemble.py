@@ -1,6 +1,7 @@
 """Build a run from data, network, method, schedule and seed."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,9 +12,11 @@ from pfedhn import models
 from pfedhn.algorithm import Algorithm
 from pfedhn.algorithms.find import build_algorithm
 from pfedhn.data.federation import Federation
+from pfedhn.engine.attack import Attack
 from pfedhn.engine.memory import refuse_too_large
 from pfedhn.engine.network import build_model, refuse_single_rows, with_num_outputs
 from pfedhn.engine.plan import make_plan
+from pfedhn.engine.robust import Robust, find_robust
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Select, refuse_without_evaluation
 from pfedhn.engine.transform import Transform, find_transform
@@ -61,6 +64,8 @@ def assemble(
     resize_every: int | None = None,
     privacy: Privacy | None = None,
     in_flight: int | None = None,
+    robust: str | Mapping[str, Any] | Robust | None = None,
+    attack: Attack | None = None,
 ) -> Simulation:
     """Make a run from data, network, method, schedule and seed. Arguments as `train`.
 
@@ -112,6 +117,10 @@ def assemble(
         raise UserError(f"`select` must be 'metric' or 'loss', got {short(select)}.")
     if not isinstance(executor, str):
         raise UserError(f"executor is {short(executor)}; give its name, such as 'auto'.")
+    if attack is not None:
+        if not isinstance(attack, Attack):
+            raise UserError(f"attack is {short(attack)}; give a pfedhn.Attack('flip'), say.")
+        federation = federation.evaluating(attack.honest(federation.num_clients))
     if privacy is not None and not isinstance(privacy, Privacy):
         raise UserError(f"privacy is {short(privacy)}; give a pfedhn.Privacy(clip=..., noise=...).")
     plan = make_plan(
@@ -132,7 +141,8 @@ def assemble(
         resize_every=resize_every,
         privacy=privacy,
         in_flight=None if in_flight is None else whole_number("in_flight", in_flight),
+        robust=find_robust(robust),
     )
-    simulation = Simulation.of(plan, federation)
+    simulation = replace(Simulation.of(plan, federation), attack=attack)
     refuse_too_large(simulation)
     return simulation

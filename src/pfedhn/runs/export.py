@@ -18,7 +18,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from pfedhn.data.description import Description
-from pfedhn.data.reading import TableReading, label_card, reading_card
+from pfedhn.data.reading import ClientReading, TableReading, label_card, reading_card
 from pfedhn.engine.plan import Plan
 from pfedhn.errors import UserError, closest, first_line, missing_extra
 from pfedhn.model import Model
@@ -33,6 +33,7 @@ from pfedhn.system.reference import Code
 Card: TypeAlias = Mapping[str, Any]
 """What a file says of its model, as plain values: see `model_card`."""
 
+ALL = "all clients'"
 CHATTY = "torch.onnx._internal.exporter._registration"  # it warns of every optional library that is not installed
 
 
@@ -60,17 +61,17 @@ class Portable:
         has_classes = clients.classes is not None
         return Portable(module, (len(table.features),), dtype, table, has_classes)
 
-    def content(self, model: nn.Module, ending: str, card: Card, fill: Sequence[float] | None = None) -> bytes:
+    def content(self, model: nn.Module, ending: str, card: Card, reading: ClientReading | None = None) -> bytes:
         """The bytes of a file for a model of this network.
 
         Args:
             model: The client's.
             ending: One of FORMATS; .safetensors holds the network alone.
             card: Of the model.
-            fill: What the client's empty cells of a table are filled with.
+            reading: How the client's cells of a table become inputs.
         """
         if self.table is not None and ending != ".safetensors":
-            model = TablePipeline(model, self.table, fill, self.has_classes, self.dtype)
+            model = TablePipeline(model, self.table, reading, self.has_classes, self.dtype)
         state = {name: value.detach().cpu().contiguous().clone() for name, value in model.state_dict().items()}
         logging.getLogger(CHATTY).setLevel(logging.ERROR)
         with warnings.catch_warnings(action="ignore"):  # PyTorch warns of its own old names
@@ -158,7 +159,7 @@ def check_ending(path: Path) -> str:
 
 
 def write_model(
-    path: str | Path, network: Portable, model: nn.Module, card: Card, fill: Sequence[float] | None = None
+    path: str | Path, network: Portable, model: nn.Module, card: Card, reading: ClientReading | None = None
 ) -> Path:
     """Write a model, and its card beside it; return the file of the model.
 
@@ -169,11 +170,11 @@ def write_model(
         network: The model's.
         model: The client's.
         card: Of the model.
-        fill: What the client's empty cells of a table are filled with.
+        reading: How the client's cells of a table become inputs.
     """
     file = given_path(path)
     ending = check_ending(file)
-    write_atomically(file, network.content(model, ending, card, fill))
+    write_atomically(file, network.content(model, ending, card, reading))
     write_atomically(file.with_suffix(".md"), to_markdown(card).encode())
     if network.table is not None and ending == ".onnx":
         write_atomically(file.with_name(script_name(file.name)), script(file.name).encode())
@@ -211,7 +212,7 @@ def model_card(
     chosen_step: int,
     steps: int,
     described: Description | None = None,
-    fill: Sequence[float] | None = None,
+    reading: ClientReading | None = None,
     commonest: float | None = None,
 ) -> Card:
     """The card of a client's model.
@@ -226,7 +227,7 @@ def model_card(
         chosen_step: Communication steps before the chosen round.
         steps: Communication steps of the whole run.
         described: The clients of the run and their examples, if more is known of them than the plan says.
-        fill: What the client's empty cells are filled with.
+        reading: How the client's cells of a table become inputs.
         commonest: The share of the commonest class among the client's training examples, if it is known.
     """
     made, code, described = environment("cpu"), Code.of(model.factory), described or plan.clients
@@ -244,7 +245,7 @@ def model_card(
             "shape": list(described.shape),
             "dtype": str(model.dtype).removeprefix("torch.") if is_real else described.dtype,
             "preprocessing": None if described.preprocessing is None else to_json(dict(described.preprocessing)),
-            **reading_card(described.reading, described.shape, fill),
+            **reading_card(described.reading, described.shape, reading),
         },
         "label": label,
         "classes": described.classes,
@@ -349,8 +350,8 @@ def _what_happens_inside(given: Mapping[str, Any]) -> list[str]:
         lines += [f"Flags of empty cells follow the numbers, 1 for an empty one and 0 otherwise: of {named}.", ""]
     if scaling := given.get("scaling"):
         lines += [
-            "Each number is scaled by its mean and standard deviation over all clients' training examples, and clipped "
-            f"at {scaling['clip']:g} deviations. The card inside the file has these numbers, as `scaling`.",
+            f"Each number is scaled by its mean and deviation over {scaling.get('over', ALL)} training examples, and "
+            f"clipped at {scaling['clip']:g} deviations. The card inside the file has these numbers, as `scaling`.",
             "",
         ]
     if not lines:

@@ -18,6 +18,7 @@ from pfedhn import keys
 from pfedhn.algorithms.find import method_of
 from pfedhn.data.columns import new_client
 from pfedhn.data.federation import Federation
+from pfedhn.data.reading import ClientReading
 from pfedhn.engine.evaluate import SplitResult
 from pfedhn.engine.network import check_model, refuse_single_rows
 from pfedhn.engine.plan import Plan
@@ -49,7 +50,7 @@ class NewClient:
     round: int  # of joining, chosen on its validation examples
     card: Card  # what its model was trained on and how good it is, as plain values
     portable: Portable = field(repr=False)
-    fill: Sequence[float] | None = None  # what its empty cells are filled with, where the run fills them
+    reading: ClientReading | None = None  # of a table: how its cells became inputs
     settings: dict[str, Any] = field(default_factory=dict)  # of the method while it joined: as given, or as chosen
     tried: Tried = field(default_factory=list)  # what they were chosen among
 
@@ -59,7 +60,7 @@ class NewClient:
         Args:
             path: As for `Run.export`.
         """
-        return write_model(path, self.portable, self.model, self.card, self.fill)
+        return write_model(path, self.portable, self.model, self.card, self.reading)
 
     @property
     def accuracy(self) -> float:
@@ -123,14 +124,16 @@ def one_client(
     split: tuple[float, float, float],
     descriptor: ArrayLike | Tensor | None,
     seed: int,
-) -> tuple[Federation, tuple[float, ...] | None]:
-    """A federation of one new client, and what its empty cells are filled with. Arguments as `Run.add_client`."""
+    rounds: int = 1,
+) -> tuple[Federation, ClientReading | None]:
+    """A federation of one new client, and how its cells of a table became inputs. Arguments as `Run.add_client`."""
     seed, reading = check_seed(seed), plan.clients.reading
-    data, fill = new_client(x, y, name, split, seed, None if reading is None else reading.table)
-    if not sum(int(data.splits[part].size.sum()) for part in EVALUATED_SPLITS):
+    data, own = new_client(x, y, name, split, seed, None if reading is None else reading.table)
+    if rounds and not sum(int(data.splits[part].size.sum()) for part in EVALUATED_SPLITS):
         raise UserError(
             f"split = {split} of so few examples ({len(data.x)}) leaves none for validation or test; give more "
-            "examples, or a split that keeps some of them for these."
+            "examples, a split that keeps some of them for these, or rounds = 0 for the model that a client gets "
+            "before it learns."
         )
     if name is None:
         data = replace(data, identities=torch.tensor([_identity(data)]))
@@ -139,7 +142,7 @@ def one_client(
     if plan.descriptor_dim:
         data = data if descriptor is None else data.with_descriptors(torch.as_tensor(descriptor)[None])
         data = data.with_descriptors(plan.descriptors_of(data))
-    return data, fill
+    return data, own
 
 
 def join(
@@ -244,7 +247,8 @@ def _join(
         network = network_of(plan, 0, name)
         check_model(network, data)
         refuse_single_rows(network, data, plan.schedule.batch_size)
-    refuse_without_evaluation(data)
+    if rounds:
+        refuse_without_evaluation(data)
     key = int(keys.fold(plan.seed, "new client", seed))
     joining = Simulation.of(plan.joining(data.description, memories, max(rounds, 1), key), data)
     state = _joined_state(joining, rounds)

@@ -1,12 +1,10 @@
 """A network of a table together with what is around it, so that a file of it takes the table's own values."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
 from pfedhn.data.cells import MARKS
-from pfedhn.data.reading import TableReading
+from pfedhn.data.reading import ClientReading, TableReading
 from pfedhn.statistics import MAX_DEVIATIONS
 
 SCRIPT = '''"""Predict the rows of a CSV file with {file}: python {script} rows.csv (pandas and onnxruntime)."""
@@ -50,7 +48,7 @@ class TablePipeline(nn.Module):
     Args:
         network: Of one client; it takes the features filled in, flagged and scaled.
         table: How the run read its table.
-        fill: What the client's empty cells are filled with, feature by feature; None if they are refused.
+        reading: How the client's cells become inputs; as all clients together if None.
         has_classes: Whether the network's outputs are of classes.
         dtype: Of the features.
     """
@@ -59,13 +57,13 @@ class TablePipeline(nn.Module):
         self,
         network: nn.Module,
         table: TableReading,
-        fill: Sequence[float] | None,
+        reading: ClientReading | None,
         has_classes: bool,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.network, self.table, self.has_classes = network, table, has_classes
-        width, scaling = len(table.features), table.scaling
+        width, (fill, scaling) = len(table.features), reading or ClientReading(None, table.scaling)
         self.fill: Tensor
         self.register_buffer("fill", torch.tensor((torch.nan,) * width if fill is None else tuple(fill), dtype=dtype))
         mean, deviation = ((0.0,), (1.0,)) if scaling is None else (scaling.mean, scaling.deviation)

@@ -1,7 +1,7 @@
 """A run: its chosen round, its clients' models, and the clients that join it."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from pfedhn.data.columns import prepared
 from pfedhn.data.description import Description
 from pfedhn.data.federation import Federation
 from pfedhn.data.files import read_inputs
-from pfedhn.data.reading import Reading, TableReading
+from pfedhn.data.reading import ClientReading, Reading, TableReading
 from pfedhn.engine.plan import NO_EXAMPLES, Plan
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Evaluation, Memories, State
@@ -232,7 +232,9 @@ class Run:
         if table is not None:
             shape = (len(table.features),)
             is_joined = isinstance(client, str) and client in self.joined
-            given = prepared(given, table, self.joined[str(client)].fill if is_joined else self._fill_of(client, table))
+            given = prepared(
+                given, table, self.joined[str(client)].reading if is_joined else self._reading_of(client, table)
+            )
         x = torch.from_numpy(described.prepared(given))
         if tuple(x.shape[1:]) != described.shape:
             raise UserError(
@@ -262,12 +264,12 @@ class Run:
             return self.joined[client].export(path)
         architecture = self.plan.model_of(self.plan.clients.number_of(client)).name
         module, reading = self.personal_model(client, last, data=data), self.plan.clients.reading
-        fill = None if reading is None or reading.table is None else self._fill_of(client, reading.table)
-        return write_model(path, self._portable(architecture), module, self.card(client), fill)
+        own = None if reading is None or reading.table is None else self._reading_of(client, reading.table)
+        return write_model(path, self._portable(architecture), module, self.card(client), own)
 
-    def _fill_of(self, client: int | str, table: TableReading) -> tuple[float, ...] | None:
-        """What a client's empty cells are filled with."""
-        return table.fill_of(self.plan.clients.name_of(self.plan.clients.number_of(client)))
+    def _reading_of(self, client: int | str, table: TableReading) -> ClientReading:
+        """How a client's cells become inputs."""
+        return table.reading_of(self.plan.clients.name_of(self.plan.clients.number_of(client)))
 
     def export_all(self, folder: str | Path, ending: str = ".onnx", *, last: bool = False) -> dict[str, Path]:
         """Write the model of every client into a folder, with a README.md that lists them; the files by client.
@@ -304,9 +306,9 @@ class Run:
         clients = self.plan.clients
         place = clients.number_of(client)
         table = None if clients.reading is None else clients.reading.table
-        fill = None if table is None else self._fill_of(place, table)
+        reading = None if table is None else self._reading_of(place, table)
         name, network = clients.name_of(place), self.plan.model_of(place).name
-        return self._card(name, network, self._test_scores, place, fill, self._commonest(place))
+        return self._card(name, network, self._test_scores, place, reading, self._commonest(place))
 
     def _card(
         self,
@@ -314,7 +316,7 @@ class Run:
         architecture: str,
         test: Scores,
         place: int,
-        fill: Sequence[float] | None,
+        reading: ClientReading | None,
         commonest: float | None = None,
     ) -> Card:
         assert test.clients is not None
@@ -329,7 +331,7 @@ class Run:
             chosen_step=self.chosen.step,
             steps=self.state.round * self.plan.clients_per_round,
             described=self.description,
-            fill=fill,
+            reading=reading,
             commonest=commonest,
         )
 
@@ -362,7 +364,8 @@ class Run:
             x: The new client's examples; they are split, and the best round is chosen on its validation examples. Of a
                 run on a table, they are the features before they are filled in and scaled, with NaN for empty cells.
             y: Their labels, in the label's own units.
-            rounds: How many rounds it takes part in.
+            rounds: How many rounds it takes part in. With 0 it learns nothing, needs no held-out examples, and gets the
+                model that any client gets first: the shared one, with an average embedding.
             split: Fractions for training, validation and test.
             architecture: Which of several target networks it runs; that of the first client by default.
             descriptor: The new client's, for a run with fixed embeddings; its class shares by default.
@@ -374,7 +377,7 @@ class Run:
             last: Join the run as it was after its last round instead of the chosen one.
         """
         model = network_of(self.plan, 0, architecture)
-        data, fill = one_client(self.plan, model, x, y, name, split, descriptor, seed)
+        data, reading = one_client(self.plan, model, x, y, name, split, descriptor, seed, rounds)
         joined = self.add_clients(data, rounds=rounds, settings=settings, seed=seed, last=last)
         weights, memories = joined.personal_weights(0), joined.memories
         kept = take(memories.private[model.name].take([0]), 0)
@@ -386,9 +389,9 @@ class Run:
             kept.private,
             joined.splits,
             joined.round,
-            self._card(name or "that joined", model.name, scores, 0, fill),
+            self._card(name or "that joined", model.name, scores, 0, reading),
             self._portable(model.name),
-            fill,
+            reading,
             joined.settings,
             joined.tried,
         )

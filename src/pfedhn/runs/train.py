@@ -12,6 +12,8 @@ import torch
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.find import AnyAlgorithm, find_method
 from pfedhn.data.federation import Federation
+from pfedhn.engine.attack import Attack
+from pfedhn.engine.robust import Robust
 from pfedhn.engine.state import Select
 from pfedhn.engine.transform import Transform
 from pfedhn.errors import SYNONYMS, UserError, closest_setting, short
@@ -22,6 +24,7 @@ from pfedhn.runs.cluster import connection, shared_out
 from pfedhn.runs.execute import computing_on, drain, execute
 from pfedhn.runs.progress import Display, watch_run
 from pfedhn.runs.run import Run
+from pfedhn.runs.tables import TABLE_MODEL, usual_schedule, with_usual_settings
 from pfedhn.runs.tracking import Callback
 from pfedhn.settings import names_to_set
 from pfedhn.storage.directory import Origin, read_spec
@@ -29,6 +32,7 @@ from pfedhn.system.files import given_path
 from pfedhn.system.process import advise_once, stop_on_signal
 
 Precision = Literal["tf32", "fp32"]
+USUAL = {"steps": 5_000, "evaluate_every": 30, "select": "metric"}
 
 
 P = ParamSpec("P")
@@ -63,13 +67,13 @@ def _refuse_foreign(name: str, value: Any, method: Any, names: Sequence[str]) ->
 def train(
     method: str | AnyAlgorithm,
     federation: Federation,
-    model: str | Factory | Mapping[str, Factory],
+    model: str | Factory | Mapping[str, Factory] | None = None,
     *,
-    steps: int = 5_000,
+    steps: int | None = None,
     cohort_size: int | None = None,
     batch_size: int = 64,
-    evaluate_every: int = 30,
-    select: Select = "metric",
+    evaluate_every: int | None = None,
+    select: Select | None = None,
     patience: int | None = None,
     seed: int = 0,
     loss: PerExample | None = None,
@@ -81,6 +85,8 @@ def train(
     download: str | Transform = "full",
     privacy: Privacy | None = None,
     in_flight: int | None = None,
+    robust: str | Mapping[str, Any] | Robust | None = None,
+    attack: Attack | None = None,
     precision: Precision = "tf32",
     deterministic: bool = False,
     progress: bool = True,
@@ -97,13 +103,16 @@ def train(
         model: A function that makes the target network, e.g. the class of an `nn.Module`; one of the package's by its
             name in experiment files, as "tabular-32" or "lenet-s"; or several functions by name, for clients of
             different sizes (`federation.with_architectures` says who runs which). A hypernetwork's first weights
-            depend on the network's name. A network without one gets the name that a file would give it.
-        steps: Communication steps: one client taking part once. 5,000 rounds of one client, or 1,000 of five. The
-            last round is complete: 6 steps with five clients per round are 10.
+            depend on the network's name. A network without one gets the name that a file would give it. For a table,
+            it may be left out: then all that is left out is chosen as for an experiment file of that table, also
+            the settings of a method that is given by name (docs/experiments.md).
+        steps: Communication steps: one client taking part once. 5,000 rounds of one client, or 1,000 of five, by
+            default. The last round is complete: 6 steps with five clients per round are 10.
         cohort_size: Clients per round; 1 for pFedHN, 5 for the averaging methods by default.
         batch_size: Examples in a minibatch.
-        evaluate_every: Communication steps between evaluations.
-        select: What chooses the round on validation: the "metric" (accuracy for class labels), or the "loss".
+        evaluate_every: Communication steps between evaluations; 30 by default.
+        select: What chooses the round on validation: the "metric" (accuracy for class labels), which is the default, or
+            the "loss".
         patience: Communication steps without a better validation score after which training stops. By default, all
             steps are taken.
         seed: Seed of all random draws.
@@ -120,6 +129,9 @@ def train(
         privacy: How clients protect their data from those who see their updates: `pfedhn.Privacy`.
         in_flight: How many clients train at the same time in an asynchronous run: the server steps whenever
             `cohort_size` of them have replied, on updates for weights that are some steps old. None runs synchronously.
+        robust: The server's defense against hostile updates: "adaptive-norm", "per-party", "trimmed-mean", "median",
+            one such as `pfedhn.AdaptiveNorm(factor=3.0)`, or one of your own.
+        attack: What hostile clients send, to measure a defense: `pfedhn.Attack("flip", clients=(0,))`.
         precision: Precision of matrix products and convolutions on a GPU: "tf32" rounds their inputs to 10 bits and is
             faster than "fp32".
         deterministic: Whether the same GPU and versions always give the same bits; slower.
@@ -150,16 +162,19 @@ def train(
         raise UserError(
             f"device is {device!r} and on is {on!r}; only one of them can share out the clients of a round."
         )
+    algorithm, usual = method, dict[str, Any](USUAL)
+    if model is None and isinstance(federation, Federation):
+        algorithm, model = with_usual_settings(method, federation), TABLE_MODEL
+        usual |= usual_schedule(federation.num_clients, steps)
+    given = {"steps": steps, "evaluate_every": evaluate_every, "select": select, "patience": patience}
+    schedule = usual | {name: value for name, value in given.items() if value is not None}
     simulation = assemble(
-        method,
+        algorithm,
         federation,
         _as_stored(model, directory),
-        steps=steps,
+        **schedule,
         cohort_size=cohort_size,
         batch_size=batch_size,
-        evaluate_every=evaluate_every,
-        select=select,
-        patience=patience,
         seed=seed,
         loss=loss,
         metric=metric,
@@ -169,6 +184,8 @@ def train(
         download=download,
         privacy=privacy,
         in_flight=in_flight,
+        robust=robust,
+        attack=attack,
     )
     if not isinstance(precision, str) or precision not in get_args(Precision):
         raise UserError(f"precision is {short(precision)}; it must be tf32 or fp32.")

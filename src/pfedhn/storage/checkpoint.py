@@ -74,6 +74,7 @@ def save_state(
         "bytes_up": state.bytes_up,
         **({"num_updates": sorted(state.num_updates.items())} if state.num_updates else {}),
         **({"flight": _flight_record(state.flight)} if state.flight.num_sent else {}),
+        **({"robust": state.robust} if state.robust else {}),
         "slots": slots,
         "best": None,
     }
@@ -211,7 +212,8 @@ def _to_state(tensors: Mapping[str, Tensor], record: Mapping[str, Any], plan: Pl
         best = Best(evaluation, _to_memories("best", tensors, record["best"]["slots"], plan, on_host=True))
     num_updates = Counter(dict(record.get("num_updates", [])))
     flight = _to_flight(tensors, record.get("flight"), plan, memories)
-    return State(record["round"], memories, best, record["bytes_down"], record["bytes_up"], num_updates, flight)
+    sent, robust = (record["bytes_down"], record["bytes_up"]), record.get("robust", {})
+    return State(record["round"], memories, best, *sent, num_updates, flight, robust)
 
 
 def _flight_record(flight: Flight) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from typing import Any
 from pfedhn.algorithm import Algorithm
 from pfedhn.combinators import WRAPPERS
 from pfedhn.data.description import Description
+from pfedhn.engine.robust import Robust
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.state import Schedule, State
 from pfedhn.errors import RunError, UserError
@@ -38,7 +39,14 @@ from pfedhn.storage.checkpoint import (
     save_state,
 )
 from pfedhn.storage.files import DamagedError, digest, parsed, sealed_json, sealed_text, unsealed_json, unsealed_text
-from pfedhn.storage.identity import digests_of, method_name, settings_of, start_content, transform_name
+from pfedhn.storage.identity import (
+    digests_of,
+    method_name,
+    robust_name,
+    settings_of,
+    start_content,
+    transform_name,
+)
 from pfedhn.storage.schema import Moment, PretrainingCost, Result, SchemaError, from_json, to_json
 from pfedhn.system.environment import Environment, environment
 from pfedhn.system.files import append, claimed, flush, make_folder, read_bytes, write_atomically, writing
@@ -115,6 +123,7 @@ class StoredSpec:
     cell: Mapping[str, Any] | None = None
     privacy: Mapping[str, Any] | None = None
     in_flight: int | None = None
+    robust: Part | None = None
 
 
 def describe(simulation: Simulation, origin: Origin) -> StoredSpec:
@@ -143,7 +152,12 @@ def describe(simulation: Simulation, origin: Origin) -> StoredSpec:
         origin.cell or None,
         privacy=None if simulation.privacy is None else settings_of(simulation.privacy),
         in_flight=simulation.in_flight,
+        robust=_part_of(simulation.robust),
     )
+
+
+def _part_of(robust: Robust | None) -> Part | None:
+    return None if robust is None else Part(robust_name(robust), settings_of(robust))
 
 
 def identity(spec: StoredSpec) -> dict[str, str]:
@@ -189,6 +203,8 @@ WORDS = {
     "resizing": "the clients go on to another network after other steps",
     "privacy": "its clients keep their data private in another way",
     "in flight": "another number of clients is at work at once",
+    "robust": "its defense against hostile updates is another",
+    "attack": "other clients are hostile, or in another way",
     "start": "it starts from other weights",
 }
 """What it means that two runs differ in a digest."""

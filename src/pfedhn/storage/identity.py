@@ -16,6 +16,7 @@ from pfedhn.combinators import innermost
 from pfedhn.data.federation import Federation
 from pfedhn.data.lazy import LazyFederation
 from pfedhn.data.palette import decode
+from pfedhn.engine.robust import ROBUST, Robust
 from pfedhn.engine.simulate import Simulation
 from pfedhn.engine.transform import TRANSFORMS, Transform
 from pfedhn.model import Model
@@ -33,6 +34,8 @@ def digests_of(simulation: Simulation) -> dict[str, str]:
     """Digests of the parts of a run that no file can hold."""
     models, wire = simulation.models, (simulation.upload, simulation.download)
     own_code = [_registered_class(simulation.algorithm), *map(type, wire)]
+    if simulation.robust is not None:
+        own_code.append(type(simulation.robust))
     digests = {
         "data": data_digest(simulation.federation),
         "partition": partition_digest(simulation.federation),
@@ -46,7 +49,14 @@ def digests_of(simulation: Simulation) -> dict[str, str]:
     if (constants := constants_digest(models)) is not None:
         digests["frozen"] = constants
     privacy = None if simulation.privacy is None else settings_of(simulation.privacy)
-    options = {"resizing": simulation.resize_every, "privacy": privacy, "in flight": simulation.in_flight}
+    robust, attack = simulation.robust, simulation.attack
+    options = {
+        "resizing": simulation.resize_every,
+        "privacy": privacy,
+        "in flight": simulation.in_flight,
+        "robust": None if robust is None else [robust_name(robust), settings_of(robust)],
+        "attack": None if attack is None else settings_of(attack),
+    }
     digests |= {name: digest(value) for name, value in options.items() if value is not None}
     if simulation.starts is not None:
         digests["start"] = hashlib.sha256(start_content(simulation.starts)).hexdigest()
@@ -93,6 +103,12 @@ def transform_name(transform: Transform) -> str:
     """The registered name of a transform, or "module:qualname"."""
     registered = (name for name, known in TRANSFORMS.items() if known == transform)
     return next(registered, name_of(type(transform)))
+
+
+def robust_name(robust: Robust) -> str:
+    """The registered name of a defense, or "module:qualname"."""
+    registered = (name for name, known in ROBUST.items() if type(known) is type(robust))
+    return next(registered, name_of(type(robust)))
 
 
 def data_digest(federation: Federation) -> str:

@@ -17,6 +17,7 @@ from pfedhn.algorithm import Algorithm
 from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.find import method_of_class
 from pfedhn.engine.plan import Plan, make_plan
+from pfedhn.engine.robust import ROBUST, Robust
 from pfedhn.engine.transform import TRANSFORMS, Transform
 from pfedhn.errors import RunError, UserError, first_line
 from pfedhn.model import Factory, Model, PerExample
@@ -61,6 +62,7 @@ def to_plan(
         download=_transform(directory, "download", spec.download),
         privacy=None if spec.privacy is None else build(Privacy, spec.privacy, "privacy"),
         in_flight=spec.in_flight,
+        robust=None if spec.robust is None else _robust(directory, spec.robust),
     )
     if networks_digest(plan.models) != spec.digests["networks"]:
         raise UserError(f"the network has other weights than the one that {directory} was made with; give that one.")
@@ -100,6 +102,14 @@ def _transform(directory: Path, direction: str, part: Part) -> Transform:
         if not isinstance(kind, type) or not is_dataclass(kind) or not hasattr(kind, "encode"):
             raise UserError(f"{part.name} is no transform.")
         return cast(Transform, build(kind, part.settings, part.name))
+
+
+def _robust(directory: Path, part: Part) -> Robust:
+    with _naming("the defense", directory, ""):
+        kind = type(ROBUST[part.name]) if part.name in ROBUST else find(part.name)
+        if not isinstance(kind, type) or not is_dataclass(kind) or not hasattr(kind, "combined"):
+            raise UserError(f"{part.name} is no defense.")
+        return cast(Robust, build(kind, part.settings, part.name))
 
 
 def _function(directory: Path, what: str, code: Code) -> PerExample:
