@@ -11,6 +11,7 @@ and the server's are those of the methods. The mean squared error is over all te
 
 import argparse
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy
@@ -24,7 +25,7 @@ from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.algorithms.local import Local
 from pfedhn.algorithms.mr_mtl import MRMTL
 from pfedhn.model import Model
-from pfedhn.params import stack, zeros_like
+from pfedhn.params import put, stack, take, zeros_like
 from pfedhn.privacy import Privacy, Protection, RoundCost, keyed_normal, protecting, spent
 from pfedhn.sgd import Batches
 
@@ -69,42 +70,56 @@ def noise_for(rate: float, steps: int) -> float:
     return high
 
 
-def run(method: Any, schools: list[dict[str, Tensor]], seed: int, epsilon: float | None = EPSILON) -> float:
+def run(method: Any, schools: list[dict[str, Tensor]], seed: int) -> float:
     """The mean squared error over all test examples after the last round."""
     num_features = schools[0]["x"].shape[1]
     model = Model("linear", lambda: nn.Linear(num_features, 1), half_squared_error)
     start = zeros_like(model.fresh(seed))  # as the authors' linear models start
     shared = method.init_shared({"linear": model}, {"linear": start}, seed)
-    private = [method.init_private(model, start, seed) for _ in schools]
     sizes = torch.tensor([len(school["x"]) for school in schools])
-    widths = [min(BATCH_SIZE, int(size)) for size in sizes]
-    steps = [int(size) // width for size, width in zip(sizes, widths, strict=True)]
-    noise = [
-        0.0 if epsilon is None else noise_for(width / int(size), count * ROUNDS)
-        for size, width, count in zip(sizes, widths, steps, strict=True)
-    ]
+    widths = sizes.clamp(max=BATCH_SIZE)
+    steps = sizes // widths
+    rates = zip((widths / sizes).tolist(), (steps * ROUNDS).tolist(), strict=True)
+    noise = torch.tensor([noise_for(rate, count) for rate, count in rates])
+    private = stack([method.init_private(model, start, seed) for _ in schools])
     generator = torch.Generator().manual_seed(seed)
+
+    def train(count: int, shared: Any, own: Any, batches: Batches, width: Tensor, noise: Tensor, key: Tensor) -> Any:
+        """One school's work, of so many steps; schools with as many are mapped together."""
+        drawn = keyed_normal(key)
+        privacy = Protection(Privacy(CLIP, 1.0, level="example"), width, lambda size, like: noise * drawn(size, like))
+        with protecting(privacy):
+            return replace(method, local_steps=count).train(model, method.send(model, shared, ()), own, batches)
+
     for number in range(ROUNDS):
-        updates = []
-        for i, school in enumerate(schools):
-            order = torch.randperm(int(sizes[i]), generator=generator)[: steps[i] * widths[i]].reshape(steps[i], -1)
-            batches = Batches(school["x"][order], school["y"][order], torch.ones(order.shape, dtype=torch.bool))
-            normal = keyed_normal(keys.fold(seed, "noise", number, i))
-            privacy = None if epsilon is None else Privacy(CLIP, noise[i], level="example")
-            with protecting(None if privacy is None else Protection(privacy, float(widths[i]), normal)):
-                local = replace(method, local_steps=steps[i])
-                update, private[i] = local.train(model, method.send(model, shared, ()), private[i], batches)
-            updates.append(update)
+        updates: list[Any] = [None] * len(schools)
+        secrets = torch.as_tensor(keys.fold(seed, "noise", number, torch.arange(len(schools))))
+        for count in steps.unique().tolist():
+            some = (steps == count).nonzero().squeeze(1)
+            batches = [epoch(schools[i], count, int(widths[i]), generator) for i in some.tolist()]
+            given = (take(private, some), stack(batches), widths[some].float(), noise[some], secrets[some])
+            update, own = torch.vmap(partial(train, count, shared))(*given)
+            put(private, some, own)
+            for place, i in enumerate(some.tolist()):
+                updates[i] = take(update, place)
         if method.needs.communication:
             shared, _ = method.receive(shared, [Group(model, (), stack(updates), sizes)])
     nothing = Batches(*(torch.zeros(0, 1) for _ in range(3)))
-    total = count = 0.0
-    for school, own in zip(schools, private, strict=True):
-        weights = method.personalize(model, method.send(model, shared, ()), own, nothing)
+    total = num_examples = 0.0
+    for i, school in enumerate(schools):
+        weights = method.personalize(model, method.send(model, shared, ()), take(private, i), nothing)
         outputs = model.outputs(weights, school["test_x"]).squeeze(-1)
         total += float((outputs - school["test_y"]).square().sum())
-        count += len(school["test_y"])
-    return total / count
+        num_examples += len(school["test_y"])
+    return total / num_examples
+
+
+def epoch(school: dict[str, Tensor], steps: int, width: int, generator: torch.Generator) -> Batches:
+    """Minibatches of one epoch in random order, filled up to the usual size; the last incomplete one is left out."""
+    order = torch.randperm(len(school["x"]), generator=generator)[: steps * width].reshape(steps, width)
+    order = nn.functional.pad(order, (0, BATCH_SIZE - width))
+    mask = torch.arange(BATCH_SIZE).expand(steps, -1) < width
+    return Batches(school["x"][order], school["y"][order], mask)
 
 
 def main() -> None:
