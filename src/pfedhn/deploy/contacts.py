@@ -63,6 +63,7 @@ class Contacts:
         self.roster, self.transport, self.policy, self.log, self.clock = roster, transport, policy, log, clock
         self.standings: dict[str, Standing] = defaultdict(Standing)
         self.asked: dict[tuple[str, str], Question] = {}  # by party and kind
+        self.consents: dict[str, frozenset[str]] = {}  # of parties, when they were greeted last (`deploy.across`)
         self.present: set[str] = set()
         self.failed: set[str] = set()  # parties whose update will not come in the open round
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from pfedhn.data.federation import Federation
+from pfedhn.deploy.across import TEST
 from pfedhn.deploy.local import LocalClient, Scores
 from pfedhn.deploy.party_folder import MissingVersion, PartyFolder
 from pfedhn.deploy.plan import Phase, plan_digest
@@ -32,7 +33,12 @@ from pfedhn.privacy import Privacy, Protection, refuse_leaks
 
 logger = logging.getLogger("pfedhn")
 
-REASONS: dict[type[UserError], str] = {MissingVersion: "version", BudgetSpent: "budget"}
+
+class NoConsent(RunError):
+    """The server asks for what this party has not consented to."""
+
+
+REASONS: dict[type[UserError], str] = {MissingVersion: "version", BudgetSpent: "budget", NoConsent: "consent"}
 SILENCE = "could not answer, and does not say why, since that may tell of its data"
 
 
@@ -51,6 +57,7 @@ class Party:
         architecture: The plan's network that it trains; the first by default.
         privacy: How it protects its data from everybody who sees its updates, and its budget. Such a party also keeps
             its scores to itself, and the reason why it cannot answer.
+        consents: What it does beside training (`deploy.across.CONSENTS`); nothing by default.
         ledger: The file that counts the spent budget. Runs on the same data share it; in `folder` by default.
     """
 
@@ -64,6 +71,7 @@ class Party:
     architecture: str = ""
     privacy: Privacy | None = None
     ledger: Path | None = None
+    consents: frozenset[str] = frozenset()
     heard: list[Mapping[str, Any]] = field(default_factory=list)  # events for the party's owner, newest last
 
     def __post_init__(self) -> None:
@@ -94,7 +102,7 @@ class Party:
         message = replace(message, tensors=tree_map(lambda leaf: leaf.to(self.plan.device), message.tensors))
         if (message.run, message.party) != (self.run, self.name):
             raise WireError("run", f"asks {message.party!r:.80} of the run {message.run!r:.80}, who is somebody else")
-        answers = {"hello": self._hello, "train": self._train, "evaluate": self._evaluate}
+        answers = {"hello": self._hello, "train": self._train, "evaluate": self._evaluate, "compare": self._compare}
         if message.kind not in answers:
             raise WireError("kind", f"asks for {message.kind!r:.80}, which is unknown")
         asked = hashlib.sha256(from_envelope(envelope)[1]).digest()
@@ -132,6 +140,8 @@ class Party:
             "size": int(self.local.size),
             "examples": {split: int(self.data.splits[split].size[0]) for split in EVALUATED_SPLITS},
         }
+        if self.consents:
+            values["consents"] = sorted(self.consents)
         return Message("hello", self.run, self.name, values, self.local.descriptor)
 
     def _train(self, message: Message) -> Message:
@@ -178,6 +188,15 @@ class Party:
         self._note({"kind": "evaluate", "round": number, "phase": phase, "scores": scores, "is_last": is_last})
         values = {part: message.values[part] for part in ("round", "base", "phase", "is_adapted", "is_last")}
         return Message("evaluate", self.run, self.name, {**values, "scores": self._shown(scores)})
+
+    def _compare(self, message: Message) -> Message:
+        """Test the model of another party, which is not stored."""
+        if TEST not in self.consents:
+            raise NoConsent("does not test models of other parties.")
+        values = {part: message.values[part] for part in ("round", "model", "architecture")}
+        scores = self.local.scores_of_other(values["architecture"], message.tensors, EVALUATED_SPLITS)
+        self._note({"kind": "compare", "round": values["round"], "scores": scores})
+        return Message("compare", self.run, self.name, {**values, "scores": self._shown(scores)})
 
     def _shown(self, scores: Scores) -> Scores:
         """The scores that the server gets: none of a party with a privacy budget, since they come from its data."""

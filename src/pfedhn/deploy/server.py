@@ -14,6 +14,7 @@ from typing import Any
 from pfedhn import keys
 from pfedhn.data.batches import cohort
 from pfedhn.deploy import checks
+from pfedhn.deploy.across import Across, consents_of
 from pfedhn.deploy.contacts import Arrival, Contacts, Transport
 from pfedhn.deploy.plan import Phase
 from pfedhn.deploy.policy import Policy
@@ -61,6 +62,7 @@ class Server:
         self.contacts = Contacts(roster, transport, self.policy, log, clock)
         self.store = Store(folder, Rules(plan))
         self.state: ServerState = self.store.load()
+        self.across: Across | None = None  # compares the parties' models after training, if it is there
         self.scores: dict[str, Any] = {}  # of the evaluation that goes on
         self._to_test: list[str] = []  # parties that have not been asked yet in that evaluation
         self._is_judging = False  # whether that evaluation decides on adaptation
@@ -83,7 +85,7 @@ class Server:
             if self.state.has_ended:
                 if self.state.is_adapted is None and self._is_gathering_again():
                     self._collect()
-                elif not self._hand_out_models() and not is_lingering:
+                elif not self._hand_out_models() and not self._compare() and not is_lingering:
                     break
             elif not self.state.has_started:
                 self._gather()
@@ -306,6 +308,11 @@ class Server:
     def _take_refusal(self, question: Question, message: Message) -> None:
         """A party says why it does not answer."""
         given, sentence = message.values.get("reason"), str(message.values.get("sentence"))
+        if question.kind == "compare" and self.across is not None:
+            del self.contacts.asked[question.party, question.kind]
+            self.contacts.refuse(question.party, "consent" if given == "consent" else "party", f"{sentence:.300}")
+            self.across.refused(question.party)
+            return
         if given == "budget" and question.kind == "train":
             # It is asked to train no more until it comes again; that is no failure.
             del self.contacts.asked[question.party, question.kind]
@@ -324,6 +331,9 @@ class Server:
             self._take_hello(name, message, content)
         elif message.kind == "evaluate":
             self._take_scores(name, message)
+        elif message.kind == "compare":
+            if self.across is not None:
+                self.across.take(question, message.values["scores"])
         else:
             self.contacts.standings[name].failures = 0
             if question.values["phase"] == "training" and self.state.round >= self.plan.num_rounds:
@@ -340,6 +350,7 @@ class Server:
         if known is None or is_new or known.is_spent:
             table = {"kind": "join", "party": name, **brought}
             self._commit(table, content if self.plan.algorithm.needs.descriptors else b"")
+        self.contacts.consents[name] = consents_of(message.values)
         self._say("joined" if is_new else "back", party=name, **(brought if is_new else {}))
         self.contacts.standings[name].is_greeted = True
 
@@ -423,6 +434,16 @@ class Server:
                 self._offer(member, member.round)
         self._collect()
         return any(self._is_ready(name) and not one.is_told for name, one in self.state.members.items())
+
+    def _compare(self) -> bool:
+        """Have parties test each other's models; False if nobody wants that."""
+        if self.across is None or not self.across.is_wanted():
+            return False
+        if self._is_gathering_again():
+            self._collect()
+        else:
+            self.across.step(self.state)
+        return True
 
     def _judge_adaptation(self, ready: Sequence[Member]) -> None:
         """Have parties test their models of the chosen round after adaptation, and decide once all have answered."""
