@@ -385,7 +385,7 @@ def test_it_follows_the_run_and_survives_its_server(browser: Browser, tmp_path: 
         made.hear({"event": "gone", "party": "lyon"})
         made.publish(status(FEW, 121, wire_down=1), [{"round": number, "results": {}} for number in range(60)])
         browser.until(lambda: "round 121 of 300" in browser.evaluate("document.body.textContent"))
-        assert browser.evaluate(EVENTS)[0] == "gone: party lyon"
+        assert browser.evaluate(EVENTS)[0] == "gone: lyon"
         nodes = browser.evaluate("document.querySelectorAll('*').length")
         time.sleep(7)  # two more answers
         assert browser.evaluate("document.querySelectorAll('*').length") == nodes
@@ -421,6 +421,23 @@ def test_a_party_is_found_among_many(browser: Browser, tmp_path: Path) -> None:
         assert browser.evaluate(colors % "second") == 1
         label = "[...document.querySelectorAll('#scores .named')].map(text => text.textContent)"
         assert sorted(browser.evaluate(label)) == ["all", names[0]]
+
+
+@needs_browser
+def test_the_models_at_every_site_are_a_table(browser: Browser, tmp_path: Path) -> None:
+    made, _ = board(FEW, rounds=4)
+    parts = {right: {"validation": [1.0, right, 100], "test": [1.0, right, 100]} for right in (40.0, 90.0)}
+    made.across = {
+        "round": 3,
+        "scores": {"lyon": {"lyon": parts[40.0], HOSTILE: parts[90.0]}, "nice": {"nice": parts[40.0]}},
+    }
+    with OpenPage(made, Place(port=0), tmp_path, "") as page:
+        opened(browser, page)
+        cells = "[...document.querySelectorAll('#matrix tbody td')].map(cell => [cell.textContent, cell.className])"
+        first, second = [["90.0", "best"], ["40.0", "own"], ["", ""]], [["", ""], ["", ""], ["40.0", "best own"]]
+        assert browser.evaluate(cells) == [*first, *second]
+        assert "better served" in browser.evaluate("document.getElementById('findings').textContent")
+        assert browser.evaluate("document.images.length") == 0
 
 
 @needs_browser

@@ -106,6 +106,15 @@ def sentence_of(event: Mapping[str, Any]) -> str | None:
     if kind == "page":
         token = f"?token=..., with the token in {event['token']}" if "token" in event else ""
         return f"a page to look at: {event['address']}{token}"
+    if kind in ("joined", "back", "gone", "enrolled"):
+        details = f" ({event['size']} training examples, {event['architecture']})" if "size" in event else ""
+        return f"{kind}: {event['party']}{details}"
+    if kind == "started":
+        return f"started with {', '.join(event['parties'])}"
+    if kind == "comparing":
+        return f"testing {event['models']} shared models at {event['sites']} sites"
+    if kind == "compared":
+        return event.get("why") or f"every model was tested at every site that consents, round {event['round']}"
     rest = ", ".join(f"{name} {value}" for name, value in event.items() if name not in ("event", "time"))
     return f"{kind}: {rest}" if rest else str(kind)
 
@@ -114,7 +123,7 @@ def _heard(event: Mapping[str, Any]) -> str:
     if event["kind"] == "refusal":
         done = "test its model" if event["of"] == "scores" else "answer"
         return f"could not {done}: {event['sentence']}"
-    done = {"train": "trained", "evaluate": "tested"}[event["kind"]]
+    done = {"train": "trained", "evaluate": "tested", "compare": "tested another party's model"}[event["kind"]]
     parts = []
     for split, (loss, correct, count) in event["scores"].items():
         if count:

@@ -43,6 +43,13 @@ def join(
         Option(metavar="D", help="Privacy: the probability that the budget is counted at.", show_default="0.00001"),
     ] = None,
     device: DeviceOption = None,
+    share_model: Annotated[
+        bool,
+        Option("--share-model", help="Consent: after training, other parties may test your model. Stays connected."),
+    ] = False,
+    test_others: Annotated[
+        bool, Option("--test-others", help="Consent: after training, test other parties' models. Stays connected.")
+    ] = False,
     stay: Annotated[bool, Option("--stay", help="Keep running when the run is over.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -59,6 +66,7 @@ def join(
     need_the_extra()
     import threading
 
+    from pfedhn.deploy.across import SHARE, TEST
     from pfedhn.deploy.invitations import read_bundle
     from pfedhn.deploy.join import Joined, enroll, load_party, remember
     from pfedhn.engine.gpu import computing_on_gpu
@@ -73,6 +81,9 @@ def join(
         if clip is None or noise is None or epsilon is None:
             raise UserError("privacy needs all three: --clip, --noise and --epsilon.")
         privacy = Privacy(**{name: value for name, value in wanted.items() if value is not None})  # type: ignore[arg-type]
+    if test_others and privacy is not None:
+        raise UserError("scores come from your data, which a privacy budget protects; leave --test-others out.")
+    consents = frozenset(one for one, is_given in ((SHARE, share_model), (TEST, test_others)) if is_given)
     given, stop, show = read_bundle(given_path(bundle)), threading.Event(), sayer(as_json)
     own = (folder or Path(f"pfedhn-{given.name}")).absolute()
     make_folder(own, mode=0o700)
@@ -82,6 +93,7 @@ def join(
             return
         remember(own, given.name, given_path(data, is_resolved=True), size)
         party = load_party(own, privacy=privacy, device=place)
+        party.consents = consents
         spent = "none" if party.budget is None else str(party.budget)
         show(
             {
@@ -93,6 +105,6 @@ def join(
             }
         )
         with nullcontext() if place == "cpu" else computing_on_gpu("fp32", is_deterministic=False):
-            Joined(party, given, own, show).run(stop, stay)
+            Joined(party, given, own, show).run(stop, stay or bool(consents))
     if not as_json and party.files.has_chosen:
         say(f"Your model: pfedhn export {own} --to model.safetensors")

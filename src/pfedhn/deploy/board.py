@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from pfedhn.deploy.across import matrix, shortened
 from pfedhn.engine.state import EVALUATED_SPLITS
 from pfedhn.errors import printable
 
@@ -107,6 +108,7 @@ class Board:
         self.began = clock()
         self.shown = Shown()
         self.events: tuple[Event, ...] = ()
+        self.across: Mapping[str, Any] | None = None  # the result of a comparison (`deploy.across`)
         self.counts: Callable[[], Mapping[str, int]] = dict  # of strangers and connections
         self._evaluations, self._samples = Thinned[Evaluation](), Thinned[Sample]()
         self._num_seen = 0  # evaluations
@@ -202,6 +204,7 @@ class Board:
             "num_parties": len(parties),
             "num_present": sum(bool(one["is_present"]) for one in parties.values()),
             "parties": [{"name": name, **parties[name], "scores": shown.latest.get(name)} for name in sorted(listed)],
+            "across": None if self.across is None else shortened(matrix(self.across)),
             "events": [vars(event) for event in reversed(events)],
         }
 

@@ -81,7 +81,7 @@
     const rough = (high - low || 1) / number, power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 5, 10].map((part) => part * power).find((part) => part >= rough * 0.999);
     const found = [];
-    for (let value = Math.ceil(low / step - 1e-9) * step; value <= high + step / 1e6; value += step) found.push(value);
+    for (let value = Math.ceil(low / step - 1e-9) * step; value <= high + step / 1e6; value += step) found.push(value || 0);  // never -0
     return found;
   }
 

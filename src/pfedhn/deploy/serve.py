@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from pfedhn import __version__
+from pfedhn.deploy import across
 from pfedhn.deploy.board import Board
 from pfedhn.deploy.certificates import AUTHORITY, make_certificates
 from pfedhn.deploy.door import Door, OpenDoor
@@ -62,7 +63,9 @@ class Service:
             self._log({"event": "serving", "address": site.address, "run": site.run})
             roster, policy = site.invitations.enrolled, site.spec.policy
             server = Server(plan, site.run, site.folder / "server", key, roster, self.mailroom, policy, self._note)
+            server.across = across.Across(plan, server.questions, server.contacts, site.folder, self._note)
             self.server = server
+            self.board.across = across.found(site.folder)
             self._note({"event": "running", "pid": os.getpid(), "round": server.state.round})
             server.run(stop, is_lingering=not self.is_leaving)
             self._note({"event": "stopped" if stop.is_set() else "left"})
@@ -104,6 +107,8 @@ class Service:
         self._log(event)
         if self.server is None:
             return
+        if event["event"] == "compared":
+            self.board.across = across.found(self.site.folder)
         table = self.server.status() | {
             "seconds": round(time.monotonic() - self._began, 1),
             "wire_down": self.mailroom.bytes_sent,
