@@ -467,3 +467,33 @@ def test_a_browser_enters_with_the_token(guarded: OpenPage, browser: Browser) ->
     browser.evaluate(f"document.forms[0].token.value = {token}; document.forms[0].submit()")
     browser.until(lambda: bool(browser.evaluate(ROWS)))
     assert browser.evaluate("location.search") == ""
+
+
+@needs_browser
+@pytest.mark.slow
+def test_a_page_that_stays_open_keeps_its_size(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many answers as in half an hour, each with something new."""
+    monkeypatch.setattr(pages, "SECONDS_BETWEEN_RENDERINGS", 0.0)
+    made, clock = board(FEW)
+    history = [{"round": number, "results": {}} for number in range(60)]
+    ask_now = "document.dispatchEvent(new Event('visibilitychange'))"
+
+    def answers(number: int) -> float:
+        for _ in range(number):
+            clock.now += 3.0
+            made.hear({"event": "gone", "party": f"clinic-{clock.now}"})
+            made.publish(status(FEW, 120, wire_down=int(clock.now)), history)
+            newest = made.events[-1].text
+            browser.evaluate(ask_now)
+            while browser.evaluate(EVENTS)[0] != newest:
+                time.sleep(0.002)
+        browser.events.clear()
+        browser.ask("HeapProfiler.collectGarbage")
+        return float(browser.ask("Runtime.getHeapUsage")["usedSize"])
+
+    with OpenPage(made, Place(port=0), tmp_path, "") as page:
+        opened(browser, page)
+        before = answers(50)
+        assert answers(600) < 1.5 * before  # it levels off at about a megabyte
