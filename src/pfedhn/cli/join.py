@@ -63,6 +63,13 @@ def join(
         float | None, Option(metavar="E", help="Statistics before training: add noise, and spend so much epsilon.")
     ] = None,
     device: DeviceOption = None,
+    share_model: Annotated[
+        bool,
+        Option("--share-model", help="Consent: after training, other parties may test your model. Stays connected."),
+    ] = False,
+    test_others: Annotated[
+        bool, Option("--test-others", help="Consent: after training, test other parties' models. Stays connected.")
+    ] = False,
     stay: Annotated[bool, Option("--stay", help="Keep running when the run is over.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -83,6 +90,7 @@ def join(
     import threading
 
     from pfedhn.data.summaries import Noise
+    from pfedhn.deploy.across import SHARE, TEST
     from pfedhn.deploy.guard import check_plan, check_spec
     from pfedhn.deploy.invitations import read_bundle
     from pfedhn.deploy.join import Joined, enroll, find_study, keep_policy, load_party, remember, settle_first
@@ -98,6 +106,9 @@ def join(
         if clip is None or noise is None or epsilon is None:
             raise UserError("privacy needs all three: --clip, --noise and --epsilon.")
         privacy = Privacy(**{name: value for name, value in wanted.items() if value is not None})  # type: ignore[arg-type]
+    if test_others and privacy is not None:
+        raise UserError("scores come from your data, which a privacy budget protects; leave --test-others out.")
+    consents = frozenset(one for one, is_given in ((SHARE, share_model), (TEST, test_others)) if is_given)
     given, stop, tell = read_bundle(given_path(bundle)), threading.Event(), sayer(as_json)
     own, own_key = (folder or Path(f"pfedhn-{given.name}")).absolute(), None if key is None else given_path(key)
     if show:
@@ -125,6 +136,7 @@ def join(
         if not settle_first(given, own, place_of_data, stop, tell, min_group, noise_of_statistics):
             return
         party = load_party(own, privacy=privacy, device=place, may_replace=replace_model)
+        party.consents = consents
         spent = "none" if party.budget is None else str(party.budget)
         tell(
             {
@@ -136,6 +148,6 @@ def join(
             }
         )
         with nullcontext() if place == "cpu" else computing_on_gpu("fp32", is_deterministic=False):
-            Joined(party, given, own, tell).run(stop, stay)
+            Joined(party, given, own, tell).run(stop, stay or bool(consents))
     if not as_json and party.files.has_chosen:
         say(f"Your model: pfedhn export {own} --to model.safetensors")

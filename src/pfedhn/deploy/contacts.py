@@ -66,6 +66,7 @@ class Contacts:
         self.records = records
         self.standings: dict[str, Standing] = defaultdict(Standing)
         self.asked: dict[tuple[str, str], Question] = {}  # by party and kind
+        self.consents: dict[str, frozenset[str]] = {}  # of parties, when they were greeted last (`deploy.across`)
         self.present: set[str] = set()
         self.failed: set[str] = set()  # parties whose update will not come in the open round
 

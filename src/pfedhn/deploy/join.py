@@ -376,7 +376,7 @@ class Joined:
                 self._answers.popitem(last=False)
         while self.party.heard:
             event = self.party.heard.pop(0)
-            if event["kind"] != "refusal":
+            if event["kind"] in ("train", "evaluate"):
                 self.is_told = bool(event.get("is_last"))
             self.say({"event": "heard", **event})
         self._hand_in(message, stop)

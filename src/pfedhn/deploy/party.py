@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from pfedhn.data.federation import Federation
+from pfedhn.deploy.across import TEST
 from pfedhn.deploy.guard import Guard
 from pfedhn.deploy.local import LocalClient, Scores
 from pfedhn.deploy.party_folder import MissingVersion, PartyFolder
@@ -36,10 +37,15 @@ from pfedhn.system.files import NO_ROOM
 
 logger = logging.getLogger("pfedhn")
 
-REASONS: dict[type[UserError], str] = {MissingVersion: "version", BudgetSpent: "budget"}
+
+class NoConsent(RunError):
+    """The server asks for what this party has not consented to."""
+
+
+REASONS: dict[type[UserError], str] = {MissingVersion: "version", BudgetSpent: "budget", NoConsent: "consent"}
 SILENCE = "could not answer, and does not say why, since that may tell of its data"
 NEUTRAL = "refuses, by the policy of its owner"
-ANSWERS = ("hello", "train", "evaluate")
+ANSWERS = ("hello", "train", "evaluate", "compare")
 
 
 @dataclass
@@ -57,6 +63,7 @@ class Party:
         architecture: The plan's network that it trains; the first by default.
         privacy: How it protects its data from everybody who sees its updates, and its budget. Such a party also keeps
             its scores to itself, and the reason why it cannot answer.
+        consents: What it does beside training (`deploy.across.CONSENTS`); nothing by default.
         ledger: The file that counts the spent budget. Runs on the same data share it; in `folder` by default.
         policy: What its owner lets it take part in.
         spec: The study's file, which the policy is held against too.
@@ -78,6 +85,7 @@ class Party:
     spec: FederationSpec | None = None
     record: Record | None = None
     may_replace: bool = False
+    consents: frozenset[str] = frozenset()
     heard: list[Mapping[str, Any]] = field(default_factory=list)  # events for the party's owner, newest last
 
     def __post_init__(self) -> None:
@@ -135,6 +143,8 @@ class Party:
         self.guard.admit(num_bytes)
         if message.kind == "hello":
             return self._sealed(self._hello(message))
+        if message.kind == "compare":
+            return self._sealed(self._compare(message))
         number, phase = message.values.get("round"), str(message.values.get("phase"))
         if message.kind == "evaluate":
             self.guard.admit_test(message, asked)
@@ -191,6 +201,8 @@ class Party:
             "size": int(self.local.size),
             "examples": {split: int(self.data.splits[split].size[0]) for split in EVALUATED_SPLITS},
         }
+        if self.consents:
+            values["consents"] = sorted(self.consents)
         return Message("hello", self.run, self.name, values, self.local.descriptor)
 
     def _train(self, message: Message) -> Message:
@@ -237,6 +249,15 @@ class Party:
         self._note({"kind": "evaluate", "round": number, "phase": phase, "scores": scores, "is_last": is_last})
         values = {part: message.values[part] for part in ("round", "base", "phase", "is_adapted", "is_last")}
         return Message("evaluate", self.run, self.name, {**values, "scores": self._shown(scores)})
+
+    def _compare(self, message: Message) -> Message:
+        """Test the model of another party, which is not stored."""
+        if TEST not in self.consents:
+            raise NoConsent("does not test models of other parties.")
+        values = {part: message.values[part] for part in ("round", "model", "architecture")}
+        scores = self.local.scores_of_other(values["architecture"], message.tensors, EVALUATED_SPLITS)
+        self._note({"kind": "compare", "round": values["round"], "scores": scores})
+        return Message("compare", self.run, self.name, {**values, "scores": self._shown(scores)})
 
     def _shown(self, scores: Scores) -> Scores:
         """The scores that the server gets: none of a party with a privacy budget, since they come from its data."""

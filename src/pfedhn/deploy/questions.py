@@ -102,6 +102,11 @@ class Questions:
             bytes_down=num_bytes(offer.weights),
         )
 
+    def written(self, kind: str, name: str, values: Mapping[str, Any], tensors: Any = ()) -> Question:
+        """A question of this kind, whose answer repeats the values."""
+        message = Message(kind, self.run, name, values, tensors)
+        return Question(name, kind, self._sealed(message), values)
+
     def _update_form(self, member: Member, received: Params) -> tuple[str, int]:
         """The layout of an update of what was sent, and its bytes on the wire."""
         key = member.architecture, member.phase

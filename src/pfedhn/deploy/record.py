@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,10 @@ class Records:
             make_folder(self.folder, mode=0o700)
             self._known[party] = Record(self.folder / f"{party}.jsonl", self.key)
         return self._known[party]
+
+    def head_of_all(self, parties: Iterable[str]) -> str:
+        """A name for all that these records hold now."""
+        return digest({name: self.of(name).head for name in parties})
 
 
 def read_record(path: Path) -> list[Line]:

@@ -36,9 +36,9 @@ TYPES = {
 
 
 HEAD = "record"  # among the values of a message: the newest hash of its sender's record (`deploy.record`)
-REFUSALS = ("version", "budget", "party")
-"""Why a party may say that it does not answer: it lacks the version that is asked for; has no budget left; or another
-reason of its own."""
+REFUSALS = ("version", "budget", "consent", "party")
+"""Why a party may say that it does not answer: it lacks the version that is asked for; has no budget left; does not
+consent; or another reason of its own."""
 
 
 class WireError(ValueError):
@@ -54,7 +54,8 @@ class Message:
     """What one side says to the other.
 
     Args:
-        kind: "hello", "train" or "evaluate", and the same for what answers it; "refusal" for an answer that is none.
+        kind: "hello", "train", "evaluate" or "compare", and the same for what answers it; "refusal" for an answer that
+            is none.
         run: Of which run.
         party: To or from which party.
         values: What JSON can hold.
