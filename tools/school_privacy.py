@@ -11,7 +11,7 @@ and the server's are those of the methods. The mean squared error is over all te
 
 import argparse
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy
@@ -61,11 +61,12 @@ def read(path: str, seed: int) -> list[dict[str, Tensor]]:
     return schools
 
 
+@cache
 def noise_for(rate: float, steps: int) -> float:
-    """The least noise that spends no more than the budget."""
+    """The least noise that spends no more than the budget, to half a percent."""
     low, high = 0.1, 500.0
-    while high - low > 1e-3 * high:
-        middle = (low + high) / 2
+    while high > 1.005 * low:
+        middle = (low * high) ** 0.5
         low, high = (low, middle) if spent([RoundCost(middle, rate, steps)], DELTA) <= EPSILON else (middle, high)
     return high
 
