@@ -360,6 +360,7 @@ def opened(browser: Browser, page: OpenPage) -> None:
 
 
 @needs_browser
+@pytest.mark.slow
 def test_everything_is_shown_and_nobody_else_is_asked(page: OpenPage, browser: Browser) -> None:
     opened(browser, page)
     assert browser.evaluate(ROWS) == sorted(FEW)
@@ -376,6 +377,7 @@ def test_everything_is_shown_and_nobody_else_is_asked(page: OpenPage, browser: B
 
 
 @needs_browser
+@pytest.mark.slow
 def test_it_follows_the_run_and_survives_its_server(browser: Browser, tmp_path: Path) -> None:
     made, clock = board(FEW)
     place = Place(port=free_port(), is_chosen=True)
@@ -410,6 +412,7 @@ def test_words_of_others_stay_words(browser: Browser, tmp_path: Path) -> None:
 
 
 @needs_browser
+@pytest.mark.slow
 def test_a_party_is_found_among_many(browser: Browser, tmp_path: Path) -> None:
     names = [f"clinic-{number:03d}" for number in range(60)]
     with OpenPage(board({name: party() for name in names})[0], Place(port=0), tmp_path, "") as page:
@@ -424,6 +427,7 @@ def test_a_party_is_found_among_many(browser: Browser, tmp_path: Path) -> None:
 
 
 @needs_browser
+@pytest.mark.slow
 def test_the_models_at_every_site_are_a_table(browser: Browser, tmp_path: Path) -> None:
     made, _ = board(FEW, rounds=4)
     parts = {right: {"validation": [1.0, right, 100], "test": [1.0, right, 100]} for right in (40.0, 90.0)}

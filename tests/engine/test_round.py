@@ -105,7 +105,7 @@ def over_the_wire(message: Any) -> Any:
 
 
 @pytest.mark.parametrize("cohort", mostly_slow([1, 3], 3))
-@pytest.mark.parametrize("method", ALGORITHMS)
+@pytest.mark.parametrize("method", mostly_slow(ALGORITHMS, "fedavg", "ditto", "pfedhn-pc", "pfedhn-plus", "scaffold"))
 def test_parties_that_share_only_offers_and_replies_are_the_simulator(
     method: str, cohort: int, federation: Federation
 ) -> None:
