@@ -10,7 +10,6 @@ from pfedhn.paper.pages import filled, markdown, shown_figure, wrapped
 from pfedhn.paper.results_figures import TRAFFIC, raced, said_of_bytes
 from pfedhn.paper.stored_tables import SAME_TRAINING, SEEDS, STRONGER
 from pfedhn.report.entries import Report, display_name
-from pfedhn.report.findings import Finding
 from pfedhn.report.pairs import interval_text
 from pfedhn.report.tables import number_text
 
@@ -151,17 +150,45 @@ def stronger_table(places: Sequence[Place]) -> list[list[str]]:
 
 
 README_MARKS = ("<!-- results -->\n", "<!-- end of results -->")
+NAMED = ("local", "fedavg", "pfedhn", *RECIPES)  # the methods with a column in README
 
 
-def readme_block(every: Sequence[Report], ladder: Finding | None = None) -> str:
-    """What README says of the results, between its two marks; with the ablation's figure once that has been run."""
-    parts = [README_OPENING, said(every)]
+def readme_block(every: Sequence[Report]) -> str:
+    """Write what README says of the results, between its two marks: a finding, a table and a figure."""
+    places = [place for place in places_of(every) if place.is_summarized and place.means]
+    num_methods = len({label for place in places for label in place.means})
+    parts = [readme_finding(places), README_TABLE_IS.format(num_methods=num_methods), markdown(readme_table(places))]
     if raced(every):
         parts.append(readme_figure(TRAFFIC, f"Test accuracy against megabytes per client. {said_of_bytes(every)}"))
-    if ladder is not None:
-        parts.append("What each part of the stronger recipe does ([numbers](docs/paper.md)):")
-        parts.append(readme_figure(f"paper-{ladder.stem('')}", ladder.sentence))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def readme_finding(places: Sequence[Place]) -> str:
+    """Count the rows in which our best method leads, and those in which the paper's does."""
+    decided = [place for place in places if place.leaders]
+    counts = {name: sum(name in place.leaders for place in decided) for name in ("pfedhn", *RECIPES)}
+    best = max(RECIPES, key=lambda name: counts[name])
+    if not counts[best]:
+        return ""
+    first = f"**{display_name(best)} is best, or tied with the best, in {counts[best]} of {len(decided)} rows.**"
+    return f"{first} pFedHN with the paper's settings is in {counts['pfedhn']}."
+
+
+def readme_table(places: Sequence[Place]) -> list[list[str]]:
+    """A row for each column of Table 1: the methods that README names, and the best of the others that are not ours."""
+    lines = [["data set, clients", "Local", "FedAvg", "best other method", "pFedHN", *map(display_name, RECIPES)]]
+    for place in places:
+
+        def mean(label: str, place: Place = place) -> str:
+            text = f"{place.means[label]:.1f}" if label in place.means else ""
+            return f"**{text}**" if label in place.leaders else text
+
+        others = [label for label in place.means if label not in (*NAMED, *STRONGER)]
+        rival = max(others, key=lambda label: place.means[label], default=None)
+        other = "" if rival is None else f"{mean(rival)} ({display_name(rival)})"
+        shown = [mean(label) for label in NAMED]
+        lines.append([place.name, *shown[:2], other, *shown[2:]])
+    return lines
 
 
 def readme_figure(name: str, alt: str) -> str:
@@ -174,7 +201,9 @@ def readme_figure(name: str, alt: str) -> str:
 </picture>"""
 
 
-README_OPENING = """\
-Table 1 of the paper, run again: its eight methods by its own recipe, *our* stronger recipe of pFedHN (pFedHN+ and
-pFedHN+-PC; FT: with fine-tuning; pFedHN-S: on top of a shared model), and baselines that the paper does not have. From
-the [results](docs/results.md):"""
+README_TABLE_IS = """\
+The table is the paper's Table 1, run again with {num_methods} methods. It shows the test accuracy of each client's own
+model on its own test examples, in percent, as the mean over clients and over three seeds. **Bold** is the best of all
+methods, or tied with it: the 95 % interval of the paired difference contains zero. pFedHN+ and pFedHN-S are ours.
+pFedHN+ has [stronger settings](docs/fidelity.md#our-stronger-recipe); pFedHN-S adds a generated part to a shared model.
+See the [results](docs/results.md) for every method, with deviations and intervals."""
