@@ -498,7 +498,7 @@ def test_the_page_is_what_the_command_makes() -> None:
     reports, notes = stored_tables.read_results(results), (results / "notes.md").read_text()
     made = {
         ROOT / "docs" / "results.md": results_summary.summary(reports),
-        ROOT / "docs" / "results-log.md": results_log.page(reports, notes, results_log.read_tuning(results)),
+        results / "log.md": results_log.page(reports, notes, results_log.read_tuning(results)),
         results / "results.csv": stored_tables.table_of_runs(results),
     }
     for file, text in made.items():
@@ -772,11 +772,11 @@ def test_the_page_marks_empty_cells_and_single_seeds(tmp_path: Path) -> None:
     runs = pretended({"pfedhn": {0: 89.0, 1: 90.0, 2: 91.0}, "fedavg": {0: 48.0}})
     text = results_log.page(stored_tables.read_results(stored(tmp_path, runs)), "", [])
     table = text[text.index("## Table 1, CIFAR-10") :]
-    assert row(table[: table.index("![")], "pFedHN") == [
+    assert row(table[: table.index("<picture>")], "pFedHN") == [
         *("pFedHN", "—<br>paper 90.83 ± 1.56", "**89.00 ± 1.00** (3 seeds)<br>paper 88.38 ± 0.29<br>+0.62"),
         "—<br>paper 87.97 ± 0.70",
     ]
-    assert row(table[: table.index("![")], "FedAvg")[2] == "**47.00** (*1 seed*)<br>paper 47.79 ± 4.48<br>-0.79"
+    assert row(table[: table.index("<picture>")], "FedAvg")[2] == "**47.00** (*1 seed*)<br>paper 47.79 ± 4.48<br>-0.79"
     long = row(table, "pFedHN", "50")
     assert long[2:] == ["89.00 ± 1.00", "90.00 ± 1.00", "5,000", "1.0 GB", "2.0 GB", "10 min"]
     made = table[table.index("| rates |") :]
@@ -866,9 +866,9 @@ def test_the_command_writes_the_page_and_its_pictures(tmp_path: Path) -> None:
     assert all(b"<svg" in file.read_bytes() for file in pictures)
     assert "| pFedHN |" in (tmp_path / "docs" / "results.md").read_text()
     assert len((results / "results.csv").read_text().splitlines()) == 3
-    text = (tmp_path / "docs" / "results-log.md").read_text()
-    assert "(figures/results-cifar10-50.svg#only-light)\n" in text
-    assert "(figures/results-cifar10-50-dark.svg#only-dark)" in text
+    text = (results / "log.md").read_text()
+    assert 'src="../docs/figures/results-cifar10-50.svg"' in text
+    assert 'srcset="../docs/figures/results-cifar10-50-dark.svg"' in text
     tables = re.split(r"\n\n(?=\|)", text)[1:]
     for table in tables:
         lines = [line for line in table.split("\n\n")[0].splitlines()]

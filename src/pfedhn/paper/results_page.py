@@ -1,4 +1,4 @@
-"""Write the results pages from results/: docs/results.md, docs/results-log.md, figures and results/results.csv.
+"""Write the results pages from results/: docs/results.md, results/log.md, figures and results/results.csv.
 
 `make results` runs this module. No number on the pages is typed in. results/notes.md becomes a part of the log, and the
 README gets a finding, a table and a figure.
@@ -21,7 +21,7 @@ def build(results: Path, docs: Path, readme: Path) -> None:
     reports, notes = read_results(results), (results / "notes.md").read_text()
     write_figures(docs, "results-*.*", draw(reports))
     write_atomically(docs / "results.md", summary(reports).encode())
-    write_atomically(docs / "results-log.md", page(reports, notes, read_tuning(results)).encode())
+    write_atomically(results / "log.md", page(reports, notes, read_tuning(results)).encode())
     write_atomically(results / "results.csv", table_of_runs(results).encode())
     block = readme_block(reports)
     write_atomically(readme, between(readme.read_text(), *README_MARKS, block).encode())

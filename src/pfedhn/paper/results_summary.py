@@ -1,12 +1,11 @@
 """The short results page and the block of results in the README."""
 
-import html
 from collections.abc import Sequence
 from statistics import median
 
 from pfedhn.paper.comparison import OURS, RECIPES, Place, counts_text, grouped, places_of
 from pfedhn.paper.experiments import BEYOND_THE_PAPER
-from pfedhn.paper.pages import filled, markdown, shown_figure, wrapped
+from pfedhn.paper.pages import filled, markdown, picture, shown_figure, wrapped
 from pfedhn.paper.results_figures import TRAFFIC, raced, said_of_bytes
 from pfedhn.paper.stored_tables import SAME_TRAINING, SEEDS, STRONGER
 from pfedhn.report.entries import Report, display_name
@@ -159,7 +158,7 @@ def readme_block(every: Sequence[Report]) -> str:
     num_methods = len({label for place in places for label in place.means})
     parts = [readme_finding(places), README_TABLE_IS.format(num_methods=num_methods), markdown(readme_table(places))]
     if raced(every):
-        parts.append(readme_figure(TRAFFIC, f"Test accuracy against megabytes per client. {said_of_bytes(every)}"))
+        parts.append(picture(TRAFFIC, f"Test accuracy against megabytes per client. {said_of_bytes(every)}", "docs"))
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -189,16 +188,6 @@ def readme_table(places: Sequence[Place]) -> list[list[str]]:
         shown = [mean(label) for label in NAMED]
         lines.append([place.name, *shown[:2], other, *shown[2:]])
     return lines
-
-
-def readme_figure(name: str, alt: str) -> str:
-    """A figure for a page that does not know `#only-dark`."""
-    words = html.escape(alt, quote=False).replace('"', "&quot;")
-    return f"""\
-<picture>
-  <source media="(prefers-color-scheme: dark)" srcset="docs/figures/{name}-dark.svg">
-  <img alt="{words}" src="docs/figures/{name}.svg">
-</picture>"""
 
 
 README_TABLE_IS = """\
