@@ -1,5 +1,6 @@
 """A real Chromium without a window, spoken to over a pipe in the words of the DevTools protocol: no driver, no port."""
 
+import base64
 import json
 import os
 import select
@@ -99,10 +100,10 @@ class Browser:
         found: dict[str, Any] = json.loads(message)
         return found
 
-    def open(self, file: Path) -> None:
-        """Load a page and wait until it is there."""
+    def open(self, page: Path | str) -> None:
+        """Load a page, a file or an address, and wait until it is there."""
         self.events.clear()
-        self.ask("Page.navigate", url=file.resolve().as_uri())
+        self.ask("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self.events.append(self._next())
 
@@ -111,6 +112,13 @@ class Browser:
         answer = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
+
+    def photograph(self, file: Path) -> None:
+        """Write the whole page as a PNG."""
+        size = self.ask("Page.getLayoutMetrics")["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": self.evaluate("innerWidth"), "height": size["height"], "scale": 1}
+        made = self.ask("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
+        file.write_bytes(base64.b64decode(made["data"]))
 
     def move_to(self, x: float, y: float) -> None:
         """Move the mouse there, as a person would."""

@@ -40,6 +40,7 @@ from pfedhn.algorithms import ALGORITHMS
 from pfedhn.algorithms.method import Method
 from pfedhn.cli.app import app
 from pfedhn.data.partition import Labels, by_classes
+from pfedhn.deploy.site import Site
 from pfedhn.experiments.build import cell_algorithm, check
 from pfedhn.experiments.data import build_federation
 from pfedhn.experiments.grid import from_table, from_toml
@@ -154,6 +155,8 @@ def test_the_tutorial_on_a_real_federation(tmp_path: Path) -> None:
     def command(line: str) -> None:
         words = shlex.split(line.replace("9443", port))[1:]
         words += ["--port", port] if words[0] == "serve" else []
+        if words[0] == "join":  # where nobody can be asked
+            words += ["--accept", Site(tmp_path / "clinics").study.digest]
         with (tmp_path / f"{len(started)}-{words[0]}.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "pfedhn", *words], cwd=tmp_path, env=environment, stdout=log, stderr=log

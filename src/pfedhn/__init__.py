@@ -41,6 +41,7 @@ _HOMES = {
     "PFedGraph": "pfedhn.algorithms.pfedgraph",
     "PFedHN": "pfedhn.algorithms.pfedhn",
     "PFedHNShared": "pfedhn.algorithms.pfedhn_shared",
+    "PFedLHN": "pfedhn.algorithms.pfedlhn",
     "PFedMe": "pfedhn.algorithms.pfedme",
     "PerFedAvg": "pfedhn.algorithms.per_fedavg",
     "PerParty": "pfedhn.engine.robust",
@@ -90,6 +91,7 @@ if TYPE_CHECKING:
     from pfedhn.algorithms.pfedgraph import PFedGraph
     from pfedhn.algorithms.pfedhn import PFedHN
     from pfedhn.algorithms.pfedhn_shared import PFedHNShared
+    from pfedhn.algorithms.pfedlhn import PFedLHN
     from pfedhn.algorithms.pfedme import PFedMe
     from pfedhn.algorithms.scaffold import Scaffold
     from pfedhn.combinators import averaged, fine_tuned, with_statistics
@@ -146,6 +148,7 @@ __all__ = [
     "PFedGraph",
     "PFedHN",
     "PFedHNShared",
+    "PFedLHN",
     "PFedMe",
     "PerFedAvg",
     "PerParty",

@@ -117,6 +117,11 @@ def _escaped(letter: str) -> str:
     return letter.encode("unicode_escape").decode() if unicodedata.category(letter) != "Cs" else "?"
 
 
+def names_place(sentence: str) -> bool:
+    """Whether a sentence may have a path of this machine, which is nobody else's business."""
+    return any(sign in sentence for sign in "/\\~")
+
+
 def first_line(error: BaseException) -> str:
     """An exception of another library in one line, to stand inside a sentence."""
     return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(".: ")[:200]

@@ -23,6 +23,7 @@ from pfedhn.system.process import check_memory
 from pfedhn.system.reference import find_code
 
 LENET_SIZES = {"lenet": 16, "lenet-s": 8, "lenet-m": 16, "lenet-l": 32}
+IMAGE_SIDES = {**dict.fromkeys(LENET_SIZES, 32), "omniglot": 28}  # of networks that take images of one size alone
 RESNETS: dict[str, Literal["batch", "group"]] = {"resnet18": "batch", "resnet18-gn": "group"}
 
 

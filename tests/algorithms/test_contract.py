@@ -60,8 +60,10 @@ METHODS: dict[str, Callable[..., Any]] = {
     "pfedhn-chunked": partial(ALGORITHMS["pfedhn"], head="chunked", chunk_size=7),
 }
 FOR_TABLES = ("pfedhn-intercept", "pfedhn-last", "fedper-intercept")
+# Each remembers and sends what another row does; of the rest, scaffold, feddbe and fedpac are tested by `make test`.
+NEWER = ("fedprox", "fedbn", "mr-mtl", "fedrod", "fedproto", "pfedgraph", "fedamp", "pfedlhn")
 # Of what the others are, with other settings.
-VARIANTS = ("pfedhn-plus-pc", "pfedhn-shared", "per-fedavg-hf", "pfedhn-added", *FOR_TABLES)
+VARIANTS = ("pfedhn-plus-pc", "pfedhn-shared", "per-fedavg-hf", "pfedhn-added", *FOR_TABLES, *NEWER)
 every_method = pytest.mark.parametrize("method", mostly_slow(METHODS, *(set(METHODS) - set(VARIANTS))))
 every_target = pytest.mark.parametrize("target", mostly_slow(["mlp", "conv"], "mlp"))
 
@@ -254,6 +256,9 @@ def road(simulation: Simulation) -> Any:
 
 
 VARIANTS = (
+    *NEWER,
+    "feddbe",
+    "fedpac",
     "apfl",
     "closes-over",
     "ditto",

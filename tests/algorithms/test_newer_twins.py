@@ -7,14 +7,17 @@ import itertools
 import math
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support import (
     CHANNELS,
     NUM_CLASSES,
     NUM_CLIENTS,
+    Conv,
     assert_close,
     assert_same_bits,
     finish,
@@ -42,6 +45,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy, max_pool2d, mse_loss
 from torch.nn.utils import clip_grad_norm_
 
+import pfedhn
 from pfedhn import keys
 from pfedhn.algorithm import LABEL_COUNTS, Group
 from pfedhn.algorithms import ALGORITHMS
@@ -54,6 +58,7 @@ from pfedhn.algorithms.fedprox import FedProx
 from pfedhn.algorithms.fedrod import FedRoD
 from pfedhn.algorithms.mr_mtl import MRMTL
 from pfedhn.algorithms.pfedgraph import PFedGraph
+from pfedhn.algorithms.pfedlhn import PFedLHN
 from pfedhn.algorithms.scaffold import Scaffold
 from pfedhn.algorithms.simplex import least_weights, nearest_weights
 from pfedhn.data.federation import Federation
@@ -62,7 +67,7 @@ from pfedhn.errors import UserError
 from pfedhn.model import Model
 from pfedhn.models import cross_entropy as cross_entropy_of_each
 from pfedhn.models import is_correct
-from pfedhn.params import Params, take, zeros_like
+from pfedhn.params import Params, copy, take, zeros_like
 from pfedhn.privacy import Privacy, Protection, keyed_normal, protecting
 from pfedhn.sgd import Batches
 
@@ -763,6 +768,122 @@ def personal_of(simulation: Simulation) -> list[Params]:
 def test_a_moving_average_of_models_that_the_server_keeps_one_by_one_is_refused() -> None:
     with pytest.raises(UserError, match="PFedGraph keeps a model for each client, which no moving average covers"):
         ALGORITHMS["pfedgraph"](averaging=0.9)
+
+
+# pFedLHN
+
+
+class LayerHyper(nn.Module):
+    """The learned vectors, the shared layer and one head for each tensor, from the engine's first weights."""
+
+    def __init__(self, phi: Params, shapes: dict[str, torch.Size], prefix: str) -> None:
+        super().__init__()
+        self.shapes = shapes
+        self.names: dict[nn.Parameter, str] = {}
+        self.vectors = nn.Embedding.from_pretrained(phi["vectors"].clone(), freeze=False)
+        self.names[self.vectors.weight] = "vectors"
+        self.trunk = self.layer(phi, "trunk.0")
+        self.heads = nn.ModuleList(self.layer(phi, f"{prefix}{name}") for name in shapes)
+
+    def layer(self, phi: Params, name: str) -> nn.Linear:
+        layer = nn.Linear(*reversed(phi[f"{name}.weight"].shape), dtype=torch.float64)
+        layer.load_state_dict({part: phi[f"{name}.{part}"] for part in ("weight", "bias")})
+        self.names |= {layer.weight: f"{name}.weight", layer.bias: f"{name}.bias"}
+        return layer
+
+    def forward(self, coefficients: Tensor) -> Params:
+        mixed = self.trunk(coefficients @ self.vectors.weight)
+        heads = zip(self.shapes.items(), self.heads, mixed, strict=True)
+        return {name: head(x).reshape(shape) for (name, shape), head, x in heads}
+
+
+@every_target
+@pytest.mark.parametrize("cohort", [1, 3])
+@pytest.mark.parametrize(
+    "spec",
+    [row("pfedlhn", **LOCAL, embedding_dim=3, vector_dim=4, hidden_dim=6, embedding_scale=0.3, lr=0.01, clip=0.05)],
+    ids=["pfedlhn"],
+)
+def test_pfedlhn(federation: Federation, target: str, spec: PFedLHN, cohort: int) -> None:
+    """Every client's update meets its own derivative: in a cohort of several there are no cross terms."""
+    simulation = simulate(replace(spec, local_clip=1.2), federation, target, cohort=cohort)
+    start = simulation.initial_state()
+    shapes = model(target).shapes
+    h = LayerHyper(start.memories.shared.phi, shapes, f"head.{target}/")
+    table = start.memories.rows.embedding.clone().reshape(NUM_CLIENTS, len(shapes), 3)
+    coefficients = [nn.Parameter(one.clone()) for one in table]
+    server = torch.optim.AdamW(h.parameters(), 0.01, weight_decay=1e-2)
+    own = [torch.optim.AdamW([one], 0.01, weight_decay=1e-2) for one in coefficients]
+    norms = []
+    for number, clients in enumerate(cohorts(simulation)):
+        server.zero_grad()
+        for client in clients:
+            own[client].zero_grad()
+            theta = h(coefficients[client])
+            net = network(model(target), {name: value.detach() for name, value in theta.items()})
+            descend(net, [optimizer(spec, net.parameters())], training_batches(simulation, number, client), 1.2)
+            after = weights_of(net)
+            sum(((theta[name] - after[name]).square().sum() for name in shapes), torch.tensor(0.0)).div(
+                2 * len(clients)
+            ).backward()
+        moving = [*h.parameters(), *(coefficients[client] for client in clients)]
+        norms.append(float(clip_grad_norm_(moving, 0.05)))
+        server.step()
+        for client in clients:
+            own[client].step()
+    assert max(norms) > 0.05
+
+    state = finish(simulation)
+    found = state.memories.shared.phi
+    assert_close({name: found[name] for name in found}, {h.names[p]: p.detach() for p in h.parameters()}, **EXACT)
+    assert_close(state.memories.rows.embedding, torch.stack([one.detach().flatten() for one in coefficients]), **EXACT)
+    expected = [{name: value.detach() for name, value in h(one).items()} for one in coefficients]
+    assert_close(personal(simulation, state), expected, **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"num_hidden": 2}, "num_hidden = 2 has no effect for pFedLHN"),
+        ({"embedding": "fixed"}, "pFedLHN trains the coefficients of every client"),
+    ],
+)
+def test_pfedlhn_refuses_settings_of_the_other_hypernetwork(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        ALGORITHMS["pfedlhn"](**settings).for_clients(6)
+
+
+NEWER = (
+    "fedprox",
+    "fedbn",
+    "mr-mtl",
+    "fedrod",
+    "feddbe",
+    "scaffold",
+    "fedproto",
+    "fedpac",
+    "pfedgraph",
+    "fedamp",
+    "pfedlhn",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", NEWER)
+def test_a_client_joins_and_its_model_is_a_plain_network(federation: Federation, method: str, tmp_path: Path) -> None:
+    """Only what belongs to the client learns: the server's shared memory stays as it was trained."""
+    spec = ALGORITHMS[method](**(LOCAL if method != "pfedlhn" else LOCAL | {"embedding_scale": 0.3}))
+    run = pfedhn.train(spec, federation, Conv, steps=12, cohort_size=3, seed=1, progress=False)
+    before = copy(run.state.memories.shared)
+    client = federation.splits["train"].of(2)
+    new = run.add_client(federation.x[client], federation.y[client], rounds=3)
+    assert_same_bits(run.state.memories.shared, before)
+    assert math.isfinite(new.splits["test"].mean_loss)
+    assert type(new.model) is Conv
+    assert_close(dict(new.model.named_parameters()), {name: nn.Parameter(x) for name, x in new.weights.items()})
+    new.export(tmp_path / "model.safetensors")
+    stored = load_file(tmp_path / "model.safetensors")
+    assert {name: value.shape for name, value in stored.items()} == model("conv").shapes
 
 
 def test_every_method_has_a_twin() -> None:

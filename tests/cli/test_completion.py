@@ -24,7 +24,7 @@ def test_names_are_those_of_the_package() -> None:
     wanted = [name for name in EXPERIMENTS if name.startswith("table")]
     assert completion.experiments("table") == [*wanted, "table2", "table.toml"]
     assert completion.datasets_and_experiments("mn") == ["mnist"]
-    assert completion.assignments("method=fedr") == ["method=fedrep"]
+    assert completion.assignments("method=fedre") == ["method=fedrep"]
     assert completion.assignments("pfedhn.embedding_d") == ["pfedhn.embedding_dim="]
     assert completion.assignments("clien") == ["clients="]
     assert completion.assignments("clients=") == []

@@ -40,7 +40,7 @@ def hostile(group: Group, client: int = HOSTILE, scale: float = -1.0) -> None:
 def attacked(method: str, robust: str) -> Simulation:
     cohort = 6 if robust in FOR_SUMS else 2
     settings: dict[str, Any] = {"robust": ROBUST[robust], "attack": Attack("flip", (HOSTILE,))}
-    return simulation_of(small(method), rounds=7, cohort=cohort, **settings)
+    return simulation_of(small(method), rounds=5, cohort=cohort, **settings)
 
 
 CASES = [("pfedhn-pc", "per-party"), ("pfedhn", "adaptive-norm"), ("fedavg", "trimmed-mean"), ("fedavg", "median")]
@@ -86,7 +86,7 @@ def test_the_journal_gives_back_what_a_defense_remembers(tmp_path: Path, monkeyp
             assert group.new_server().state.robust == steps[-1]
     monkeypatch.undo()
     group.server.run()
-    assert len(steps) == 7
+    assert len(steps) == 5
     assert_simulated(group, expected)
 
 

@@ -28,6 +28,7 @@ from pfedhn.deploy.policy import Policy
 from pfedhn.deploy.serve import Service
 from pfedhn.deploy.signing import load_or_make_key, public_text, write_private
 from pfedhn.deploy.site import Site
+from pfedhn.deploy.study import Study
 from pfedhn.errors import RunError, UserError
 from pfedhn.privacy import Privacy
 from pfedhn.storage.files import digest
@@ -248,14 +249,16 @@ def test_a_party_says_how_private_it_is(
         (folder / ENROLLED).write_text(json.dumps({"run": "one", "spec": SPEC, "server": key, "key": "key"}))
 
     monkeypatch.setattr(secrets, "spent", lambda history, delta: 0.25)
+    study = Study("one", SPEC, "")
     monkeypatch.setattr(join, "enroll", enrolled)
+    monkeypatch.setattr(join, "find_study", lambda *given: study)
     monkeypatch.setattr(Joined, "run", lambda *given: None)
     numpy.save(tmp_path / "x.npy", numpy.zeros((20, 2), dtype=numpy.float32))
     numpy.save(tmp_path / "y.npy", numpy.arange(20) % 2)
     invitation = tmp_path / "lyon.invite"
     invitation.write_text(json.dumps({"name": "lyon", "address": "", "authority": "", "token": ""}))
     given: Any = {"bundle": invitation, "data": tmp_path, "folder": tmp_path / "own", "as_json": True}
-    join_command.join(**given)
+    join_command.join(**given, accept=study.digest)
     join_command.join(**given, clip=1.0, noise=2.0, epsilon=8.0, level="client")
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [event["privacy"] for event in said] == ["none", "level client, epsilon 0.250 of 8 spent"]

@@ -26,6 +26,7 @@ from pfedhn.algorithms.find import build_algorithm
 from pfedhn.data.files import read_federation
 from pfedhn.deploy.certificates import make_certificates
 from pfedhn.deploy.signing import new_key, proof, public_text, session_proof
+from pfedhn.deploy.site import Site
 from pfedhn.deploy.spec import read_spec, to_plan
 
 PARTIES = ("lyon", "nice", "paris")
@@ -103,6 +104,9 @@ class World:
         self.port = free_port()
 
     def start(self, log: str, *words: str) -> subprocess.Popen[bytes]:
+        """Start a command; a party's owner has read the study and agrees."""
+        if words[0] == "join":
+            words = (*words, "--accept", Site(self.folder / "state").study.digest)
         with (self.folder / log).open("ab") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "pfedhn", *words],
@@ -188,6 +192,7 @@ def test_three_parties_and_a_server_over_tls_are_the_simulator(world: World) -> 
             # In float32, and summed in another order; half-precision updates are rounded by the same draws.
             torch.testing.assert_close(weights[part], value, rtol=1e-3, atol=1e-5)
         assert (world.folder / f"pfedhn-{name}").stat().st_mode & 0o077 == 0
+        assert "0 messages never arrived, and 0 answers were not taken" in world.run("audit", "state", f"pfedhn-{name}")
     assert (world.folder / "state").stat().st_mode & 0o077 == 0
     # Nothing spoke to anybody else, neither telemetry nor a check for updates.
     assert not (world.folder / "seen.txt").exists(), (world.folder / "seen.txt").read_text()

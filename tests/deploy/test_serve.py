@@ -16,6 +16,7 @@ from support import free_port
 
 from pfedhn.deploy import serve
 from pfedhn.deploy.certificates import AUTHORITY, SERVER, SERVER_KEY, make_certificates
+from pfedhn.deploy.page import Place
 from pfedhn.deploy.serve import Service
 from pfedhn.deploy.signing import public_text
 from pfedhn.deploy.site import Site
@@ -38,9 +39,9 @@ def site(tmp_path: Path) -> Site:
 class Served:
     """A server at work in a thread."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, page: Place | None = None) -> None:
         self.site, self.said, self.stop = site, list[Any](), threading.Event()
-        self.thread = threading.Thread(target=Service(site, False, self.said.append).run, args=[self.stop])
+        self.thread = threading.Thread(target=Service(site, False, self.said.append, page).run, args=[self.stop])
 
     def __enter__(self) -> "Served":
         self.thread.start()

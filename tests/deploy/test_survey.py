@@ -12,7 +12,9 @@ from support import free_port
 
 from pfedhn.data.summaries import Asked, Noise
 from pfedhn.deploy import survey
+from pfedhn.deploy.audit import compare, sides_of
 from pfedhn.deploy.join import Joined, enroll, load_party, remember, settle_first
+from pfedhn.deploy.record import RECORD, read_record
 from pfedhn.deploy.serve import Service
 from pfedhn.deploy.signing import opened, sealed
 from pfedhn.deploy.site import Site
@@ -62,7 +64,7 @@ def test_a_federation_scales_by_what_its_parties_say(tmp_path: Path) -> None:
         data, folder = tmp_path / "data" / name, tmp_path / name
         write(data, seed)
         bundle, show = site.invite(name), said.setdefault(name, []).append
-        enroll(bundle, folder, stop, show)
+        enroll(bundle, folder, stop, show, study=site.study)
         remember(folder, name, data, "")
         assert settle_first(bundle, folder, data, stop, show)
         Joined(load_party(folder), bundle, folder, show).run(stop)
@@ -86,6 +88,11 @@ def test_a_federation_scales_by_what_its_parties_say(tmp_path: Path) -> None:
     assert site.known()["has_ended"]
     assert load_party(tmp_path / "lyon").files.has_chosen
     assert [event["event"] for event in said["lyon"]][:3] == ["enrolled", "statistics", "settled"]
+    assert site.study.description()["statistics"].endswith("which give classes and mean and std")
+    found = compare(sides_of(site.folder), sides_of(tmp_path / "lyon")[0])
+    assert found.num_undelivered == found.num_unreceived == 0
+    kinds = [line["kind"] for line in read_record(tmp_path / "lyon" / RECORD) if line["event"] == "sent"]
+    assert kinds[:2] == ["statistics", "hello"]
 
 
 @pytest.fixture

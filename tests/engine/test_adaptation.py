@@ -294,3 +294,15 @@ def test_members_of_earlier_versions_are_refused() -> None:
     ):
         build_algorithm(fine_tuned(Old(), 2))
     assert not [name for name, known in ALGORITHMS.items() if any(hasattr(known.algorithm, old) for old in REPLACED)]
+
+
+def test_rows_that_are_made_without_the_shared_memory_are_refused() -> None:
+    @dataclass(frozen=True)
+    class Old(FedAvg):
+        def init_row(self, key: Any, descriptor: Any) -> Any:  # type: ignore[override]
+            return ()
+
+    with pytest.raises(
+        UserError, match=r"Old.init_row takes \(key, descriptor\); since version 0\.2 the server's shared"
+    ):
+        build_algorithm(Old())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.backends import cudnn
 from torch.nn import functional
 
-from pfedhn import keys
+from pfedhn import keys, models
 from pfedhn.algorithms.fedavg import FedAvg
 from pfedhn.data.federation import Federation
 from pfedhn.engine import network
@@ -173,6 +173,15 @@ NUMBERS: dict[str, tuple[Any, str]] = {
     "missing arguments": (nn.Linear, r"cannot be made without arguments \(missing .*'in_features'\).*lambda: MyNet"),
     "no module": (lambda: torch.zeros(3), "returned Tensor; it must return a network"),
 }
+
+
+def test_images_of_another_size_are_refused_with_the_size_that_fits() -> None:
+    x, y = torch.zeros(30, 3, 16, 16), torch.arange(30) % 2
+    federation = Federation.from_clients([(x.numpy(), y.numpy())] * 2)
+    with pytest.raises(
+        UserError, match=r"shape \(3, 16, 16\): .*; it takes 32 x 32 pixels: read = .resize = \[32, 32\]"
+    ):
+        build_model("lenet", models.factory("lenet", 2, (3, 16, 16)), federation)
 
 
 @pytest.mark.parametrize(("factory", "sentence"), NUMBERS.values(), ids=NUMBERS)

@@ -15,6 +15,7 @@ from pfedhn.cli.app import app
 from pfedhn.cli.endings import LEARNED_NOTHING
 from pfedhn.experiments.spec import Cell
 from pfedhn.report.entries import Entry, Report, collect, compare
+from pfedhn.report.failures import Failure, failure_texts
 from pfedhn.report.gains import Measure, Pairs
 from pfedhn.report.page import best_cells, to_html
 from pfedhn.report.tables import details, details_caption, to_markdown
@@ -191,6 +192,17 @@ def test_intervals_over_folds_hold_the_gain_as_often_as_they_say(measure: Any, o
         low, high = pairs.interval() or (math.nan, math.nan)
         hits += low <= (math.sqrt(1 + truth) - 1 if measure == "RMSE" else truth) <= high
     assert 0.90 <= hits / number <= 0.985
+
+
+def test_methods_that_failed_alike_share_a_sentence() -> None:
+    failures = [
+        *(Failure(name, "guess", (0, 1), 2) for name in ("local", "fedavg", "pfedhn")),
+        Failure("fedper", "exploded", (1,), 2),
+    ]
+    assert failure_texts(failures) == [
+        "Local, FedAvg and pFedHN learned nothing: on validation, a guess from each client's labels is as good.",
+        "FedPer learned nothing: the loss exploded, with 1 of 2 seeds.",
+    ]
 
 
 def test_the_first_table_shows_the_loss_that_the_verdict_compares() -> None:

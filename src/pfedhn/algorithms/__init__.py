@@ -25,6 +25,7 @@ from pfedhn.algorithms.per_fedavg import PerFedAvg
 from pfedhn.algorithms.pfedgraph import PFedGraph
 from pfedhn.algorithms.pfedhn import PFedHN
 from pfedhn.algorithms.pfedhn_shared import PFedHNShared
+from pfedhn.algorithms.pfedlhn import PFedLHN
 from pfedhn.algorithms.pfedme import PFedMe
 from pfedhn.algorithms.scaffold import Scaffold
 
@@ -206,14 +207,72 @@ ALGORITHMS: dict[str, Method] = {
     # Where alpha starts; the values of the authors' figures.
     "apfl": Method("APFL", APFL, grid={**LOCAL, "alpha": (0.25, 0.5, 0.75)}, color="#AA4499", dash=(0, (1, 1, 3, 1))),
     # The values that its authors tune over.
-    "fedprox": Method("FedProx", FedProx, grid={**LOCAL, "strength": (0.001, 0.01, 0.1, 1.0)}),
-    "fedbn": Method("FedBN", FedBN, grid=LOCAL),
-    "mr-mtl": Method("MR-MTL", MRMTL, grid={**LOCAL, "strength": (0.1, 1.0, 10.0)}),
-    "fedrod": Method("FedRoD", FedRoD, grid=LOCAL),
-    "feddbe": Method("FedDBE", FedDBE, grid={**LOCAL, "strength": (1.0, 10.0, 50.0)}),
-    "scaffold": Method("SCAFFOLD", Scaffold, grid=LOCAL),
-    "fedproto": Method("FedProto", FedProto, grid={**LOCAL, "strength": (0.1, 1.0, 10.0)}),
-    "fedpac": Method("FedPAC", FedPAC, grid={**LOCAL, "strength": (0.1, 1.0, 10.0)}),
-    "pfedgraph": Method("pFedGraph", PFedGraph, grid={**LOCAL, "alpha": (0.2, 0.8, 3.2)}),
-    "fedamp": Method("FedAMP", FedAMP, grid={**LOCAL, "sigma": (0.1, 1.0, 10.0)}),
+    "fedprox": Method(
+        "FedProx",
+        FedProx,
+        use="Clients drift apart within a round, or take many steps; otherwise it is close to FedAvg.",
+        grid={**LOCAL, "strength": (0.001, 0.01, 0.1, 1.0)},
+    ),
+    "fedbn": Method(
+        "FedBN",
+        FedBN,
+        use="The network has BatchNorm and clients differ in their inputs: scanners, cameras, sensors.",
+        grid=LOCAL,
+    ),
+    "mr-mtl": Method(
+        "MR-MTL",
+        MRMTL,
+        use="There are few clients with much privacy noise, for which Local or FedAvg alone is worse.",
+        grid={**LOCAL, "strength": (0.1, 1.0, 10.0)},
+    ),
+    "fedrod": Method(
+        "FedRoD",
+        FedRoD,
+        use="Clients have different class shares, and you also want a shared model that knows all classes.",
+        grid=LOCAL,
+    ),
+    "feddbe": Method(
+        "FedDBE",
+        FedDBE,
+        use="Clients have different class shares and a personal model may cost no more than a vector.",
+        grid={**LOCAL, "strength": (1.0, 10.0, 50.0)},
+    ),
+    "scaffold": Method(
+        "SCAFFOLD",
+        Scaffold,
+        use="You want one shared model, clients take part often, and twice the bytes are no matter.",
+        grid=LOCAL,
+    ),
+    "fedproto": Method(
+        "FedProto",
+        FedProto,
+        use="Bytes are scarce, or networks must stay with their clients; classes must overlap.",
+        grid={**LOCAL, "strength": (0.1, 1.0, 10.0)},
+    ),
+    "fedpac": Method(
+        "FedPAC",
+        FedPAC,
+        use="Some clients have alike class shares, many take part in a round, and the server may know the shares.",
+        grid={**LOCAL, "strength": (0.1, 1.0, 10.0)},
+    ),
+    "pfedgraph": Method(
+        "pFedGraph",
+        PFedGraph,
+        use="Clients form groups, there are few of them, and all can take part in every round.",
+        grid={**LOCAL, "alpha": (0.2, 0.8, 3.2)},
+    ),
+    "fedamp": Method(
+        "FedAMP",
+        FedAMP,
+        use="As for pFedGraph, if clients keep their own models and are drawn only to close ones.",
+        grid={**LOCAL, "sigma": (0.1, 1.0, 10.0)},
+    ),
+    "pfedlhn": Method(
+        "pFedLHN",
+        PFedLHN,
+        use="As for pFedHN, if clients should differ more in some layers than in others.",
+        grid={"lr": (1e-4, 3e-4, 1e-3), "local_lr": PERSONAL_RATES},
+        cohort_size=1,
+        joining=choices.joining,
+    ),
 }

@@ -29,6 +29,11 @@ def refuse_replaced(kind: type[Any]) -> None:
     """Refuse a class of a user with a member that nobody asks for any more."""
     if name := next((name for name in dir(kind) if name in REPLACED), None):
         raise UserError(f"{kind.__name__} has {name!r}, which has no effect since version 0.2; use {REPLACED[name]}.")
+    if "init_row" in dir(kind) and len(inspect.signature(kind.init_row).parameters) == 3:
+        raise UserError(
+            f"{kind.__name__}.init_row takes (key, descriptor); since version 0.2 the server's shared memory comes "
+            "first: init_row(self, shared, key, descriptor)."
+        )
 
 
 def find_method(name: str) -> Method:

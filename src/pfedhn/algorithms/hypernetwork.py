@@ -53,10 +53,10 @@ class Hypernetwork:
         fan_in = self.embedding_dim + (CHUNK_DIM if self.head == "chunked" else 0)
         if not self.linear:
             for layer in range(1 + self.num_hidden):
-                phi |= _linear(f"trunk.{layer}", self.hidden_dim, fan_in, keys.fold(key, f"trunk.{layer}"))
+                phi |= init_linear(f"trunk.{layer}", self.hidden_dim, fan_in, keys.fold(key, f"trunk.{layer}"))
                 fan_in = self.hidden_dim
         for name, shapes in architectures.items():
-            head = _linear(f"head.{name}", self._num_outputs(shapes), fan_in, keys.fold(key, f"head.{name}"))
+            head = init_linear(f"head.{name}", self._num_outputs(shapes), fan_in, keys.fold(key, f"head.{name}"))
             phi |= {f"head.{name}.weight": head[f"head.{name}.weight"]} if self.linear else head
             if self.head == "low-rank":
                 is_left = torch.cat([torch.full((size,), part == "left") for _, part, size in self._factors(shapes)])
@@ -181,7 +181,8 @@ def _num_weights(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def _linear(name: str, fan_out: int, fan_in: int, key: Key) -> Params:
+def init_linear(name: str, fan_out: int, fan_in: int, key: Key) -> Params:
+    """The parameters of a linear layer, drawn as `nn.Linear` draws them."""
     bound = 1 / math.sqrt(fan_in)
     generator = keys.torch_generator(key)
     weight = torch.empty(fan_out, fan_in).uniform_(-bound, bound, generator=generator)

@@ -35,6 +35,7 @@ class Method:
         algorithm: The frozen dataclass that is the method.
         settings: What this variant sets; everything else is as the dataclass has it.
         summary: One line for lists; the first line of the algorithm's file by default.
+        use: When to use it, in a sentence.
         grid: Which settings `pfedhn tune` varies, and over which values.
         is_tuned: Whether `pfedhn tune` varies them without being asked by name; if not, its authors chose.
         rates_from: The method whose tuned rates this one takes over.
@@ -51,6 +52,7 @@ class Method:
     algorithm: type[Algorithm[Any, Any, Any]]
     settings: Mapping[str, Any] = field(default_factory=dict)
     summary: str = ""
+    use: str = ""
     grid: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     is_tuned: bool = True
     rates_from: str | None = None

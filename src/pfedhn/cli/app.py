@@ -46,7 +46,7 @@ def all_commands(
 COMMANDS = (
     *("demo", "list", "run", "tune", "report"),
     *("add-client", "export", "predict", "bench", "doctor"),
-    *("serve", "invite", "join", "status", "backup"),
+    *("serve", "invite", "join", "status", "evaluate", "audit", "backup"),
 )
 for command in COMMANDS:
     name = "list_all" if command == "list" else command.replace("-", "_")

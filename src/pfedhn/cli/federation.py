@@ -34,7 +34,7 @@ def sayer(as_json: bool) -> Callable[[Mapping[str, Any]], None]:
     def show(event: Mapping[str, Any]) -> None:
         if as_json:
             say(json.dumps(dict(event)))
-        elif (sentence := _sentence(event)) is not None:
+        elif (sentence := sentence_of(event)) is not None:
             say(f"{time.strftime('%H:%M:%S')}  {printable(sentence)}")
         sys.stdout.flush()
 
@@ -84,7 +84,8 @@ def standing(
     return [*lines, table]
 
 
-def _sentence(event: Mapping[str, Any]) -> str | None:
+def sentence_of(event: Mapping[str, Any]) -> str | None:
+    """The event as a person reads it; None if it is not worth a line."""
     kind = event["event"]
     if kind == "accepted":
         return None
@@ -104,6 +105,18 @@ def _sentence(event: Mapping[str, Any]) -> str | None:
         return f"the parties' own steps from the chosen round {found}"
     if kind == "away":
         return str(event["why"])
+    if kind == "page":
+        token = f"?token=..., with the token in {event['token']}" if "token" in event else ""
+        return f"a page to look at: {event['address']}{token}"
+    if kind in ("joined", "back", "gone", "enrolled"):
+        details = f" ({event['size']} training examples, {event['architecture']})" if "size" in event else ""
+        return f"{kind}: {event['party']}{details}"
+    if kind == "started":
+        return f"started with {', '.join(event['parties'])}"
+    if kind == "comparing":
+        return f"testing {event['models']} shared models at {event['sites']} sites"
+    if kind == "compared":
+        return event.get("why") or f"every model was tested at every site that consents, round {event['round']}"
     rest = ", ".join(f"{name} {value}" for name, value in event.items() if name not in ("event", "time"))
     return f"{kind}: {rest}" if rest else str(kind)
 
@@ -112,7 +125,7 @@ def _heard(event: Mapping[str, Any]) -> str:
     if event["kind"] == "refusal":
         done = "test its model" if event["of"] == "scores" else "answer"
         return f"could not {done}: {event['sentence']}"
-    done = {"train": "trained", "evaluate": "tested"}[event["kind"]]
+    done = {"train": "trained", "evaluate": "tested", "compare": "tested another party's model"}[event["kind"]]
     parts = []
     for split, (loss, correct, count) in event["scores"].items():
         if count:

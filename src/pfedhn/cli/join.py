@@ -6,6 +6,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from pfedhn.cli.agree import need_consent, print_study
 from pfedhn.cli.federation import JsonOption, need_the_extra, sayer
 from pfedhn.cli.options import DeviceOption
 from pfedhn.errors import UserError
@@ -14,7 +15,20 @@ from pfedhn.system.screen import say
 
 def join(
     bundle: Annotated[Path, Argument(metavar="BUNDLE", help="The invitation.")],
-    data: Annotated[Path, Option(metavar="PATH", help="A folder with x.npy and y.npy, or a table (.csv, .parquet).")],
+    data: Annotated[
+        Path | None, Option(metavar="PATH", help="A folder with x.npy and y.npy, or a table (.csv, .parquet).")
+    ] = None,
+    show: Annotated[bool, Option("--show", help="Print the study and its digest; enroll nothing.")] = False,
+    accept: Annotated[
+        str | None,
+        Option(metavar="DIGEST", envvar="PFEDHN_ACCEPT", help="Agree to the study with this digest without a prompt."),
+    ] = None,
+    policy: Annotated[
+        Path | None, Option(metavar="FILE", help="Your policy: what this party refuses. It is kept in its folder.")
+    ] = None,
+    replace_model: Annotated[
+        bool, Option("--replace-model", help="Let the server replace the model of a run that has ended.")
+    ] = False,
     size: Annotated[str, Option(metavar="S", help="Which of several networks to run.")] = "",
     folder: Annotated[
         Path | None,
@@ -49,16 +63,26 @@ def join(
         float | None, Option(metavar="E", help="Statistics before training: add noise, and spend so much epsilon.")
     ] = None,
     device: DeviceOption = None,
+    share_model: Annotated[
+        bool,
+        Option("--share-model", help="Consent: after training, other parties may test your model. Stays connected."),
+    ] = False,
+    test_others: Annotated[
+        bool, Option("--test-others", help="Consent: after training, test other parties' models. Stays connected.")
+    ] = False,
     stay: Annotated[bool, Option("--stay", help="Keep running when the run is over.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Take part in a federation. Data and personal layers never leave this machine.
 
+    Shows the study before anything is enrolled, and asks whether you agree to it.
     Waits for the server as long as it takes, and resumes after any interruption.
 
     \b
     [bold]Examples[/]
+      pfedhn join lyon.invite --show
       pfedhn join lyon.invite --data visits.csv
+      pfedhn join lyon.invite --data visits.csv --policy policy.toml --accept DIGEST
       pfedhn join lyon.invite --data visits.csv --clip 1 --noise 8 --epsilon 10
       pfedhn join lyon.invite --data visits.csv --clip 1 --noise 1.2 --epsilon 8 --level example
     """
@@ -66,8 +90,10 @@ def join(
     import threading
 
     from pfedhn.data.summaries import Noise
+    from pfedhn.deploy.across import SHARE, TEST
+    from pfedhn.deploy.guard import check_plan, check_spec
     from pfedhn.deploy.invitations import read_bundle
-    from pfedhn.deploy.join import Joined, enroll, load_party, remember, settle_first
+    from pfedhn.deploy.join import Joined, enroll, find_study, keep_policy, load_party, remember, settle_first
     from pfedhn.engine.gpu import computing_on_gpu
     from pfedhn.privacy import Privacy
     from pfedhn.runs.assemble import choose_device
@@ -80,21 +106,39 @@ def join(
         if clip is None or noise is None or epsilon is None:
             raise UserError("privacy needs all three: --clip, --noise and --epsilon.")
         privacy = Privacy(**{name: value for name, value in wanted.items() if value is not None})  # type: ignore[arg-type]
-    given, stop, show = read_bundle(given_path(bundle)), threading.Event(), sayer(as_json)
-    own = (folder or Path(f"pfedhn-{given.name}")).absolute()
+    if test_others and privacy is not None:
+        raise UserError("scores come from your data, which a privacy budget protects; leave --test-others out.")
+    consents = frozenset(one for one, is_given in ((SHARE, share_model), (TEST, test_others)) if is_given)
+    given, stop, tell = read_bundle(given_path(bundle)), threading.Event(), sayer(as_json)
+    own, own_key = (folder or Path(f"pfedhn-{given.name}")).absolute(), None if key is None else given_path(key)
+    if show:
+        study = find_study(given, own, stop, tell, own_key, is_patient=False)
+        assert study is not None, "nobody stops it"
+        print_study(study, privacy, as_json)
+        return
+    if data is None:
+        raise UserError("give your data: --data PATH, a folder with x.npy and y.npy, or a table.")
     make_folder(own, mode=0o700)
     with claimed(own, 5.0), stop_requests(lambda number: stop.set()):
-        enroll(given, own, stop, show, None if key is None else given_path(key))
+        study = find_study(given, own, stop, tell, own_key)
+        if study is None:
+            return
+        bounds = keep_policy(own, None if policy is None else given_path(policy))
+        check_spec(bounds, study.spec)
+        check_plan(bounds, study.plan, privacy)
+        need_consent(own, study, privacy, accept, f"pfedhn join {bundle} --show")
+        enroll(given, own, stop, tell, own_key, study)
         if stop.is_set():
             return
         place_of_data = given_path(data, is_resolved=True)
         remember(own, given.name, place_of_data, size)
         noise_of_statistics = None if statistics_epsilon is None else Noise(statistics_epsilon)
-        if not settle_first(given, own, place_of_data, stop, show, min_group, noise_of_statistics):
+        if not settle_first(given, own, place_of_data, stop, tell, min_group, noise_of_statistics):
             return
-        party = load_party(own, privacy=privacy, device=place)
+        party = load_party(own, privacy=privacy, device=place, may_replace=replace_model)
+        party.consents = consents
         spent = "none" if party.budget is None else str(party.budget)
-        show(
+        tell(
             {
                 "event": "taking part",
                 "party": given.name,
@@ -104,6 +148,6 @@ def join(
             }
         )
         with nullcontext() if place == "cpu" else computing_on_gpu("fp32", is_deterministic=False):
-            Joined(party, given, own, show).run(stop, stay)
+            Joined(party, given, own, tell).run(stop, stay or bool(consents))
     if not as_json and party.files.has_chosen:
         say(f"Your model: pfedhn export {own} --to model.safetensors")

@@ -64,7 +64,7 @@ def check_answer(
         _check_hello(message, plan, state)
         return
     member = state.members[message.party]
-    splits = EVALUATED_SPLITS if message.kind == "evaluate" else ("validation",)
+    splits = EVALUATED_SPLITS if message.kind in ("evaluate", "compare") else ("validation",)
     examples = {split: member.examples[split] for split in splits}
     check_scores(message, examples, plan.models[member.architecture].per_example_metric is not None)
     if message.kind == "train":

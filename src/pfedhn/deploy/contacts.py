@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 from pfedhn.deploy.policy import Policy
 from pfedhn.deploy.questions import Question
-from pfedhn.deploy.signing import PublicKey
+from pfedhn.deploy.record import Records
+from pfedhn.deploy.signing import PublicKey, evidence
 
 SECONDS_BETWEEN_LOOKS = 0.2
 MAX_DOUBLINGS = 6  # of the time that a party is set aside
@@ -59,10 +60,13 @@ class Contacts:
         policy: Policy,
         log: Callable[[Mapping[str, Any]], None],
         clock: Callable[[], float],
+        records: Records | None = None,
     ) -> None:
         self.roster, self.transport, self.policy, self.log, self.clock = roster, transport, policy, log, clock
+        self.records = records
         self.standings: dict[str, Standing] = defaultdict(Standing)
         self.asked: dict[tuple[str, str], Question] = {}  # by party and kind
+        self.consents: dict[str, frozenset[str]] = {}  # of parties, when they were greeted last (`deploy.across`)
         self.present: set[str] = set()
         self.failed: set[str] = set()  # parties whose update will not come in the open round
 
@@ -89,7 +93,22 @@ class Contacts:
         num_before = sum(party == question.party for party, _ in self.asked)  # a party does one thing after the other
         question.deadline = self.clock() + (1 + num_before) * self.policy.reply_seconds
         self.asked[question.party, question.kind] = question
+        if self.records is not None:
+            about = {"kind": question.kind, "round": question.values.get("round")}
+            self.record(question.party, "asked", **about, digest=question.digest)
         self.transport.post(question.party, question.kind, question.content, question.limit)
+
+    def received(self, question: Question, content: bytes, head: str, kind: str) -> None:
+        """Record an answer that its party has signed, whether or not it is accepted then."""
+        if self.records is not None:
+            digest, signature = evidence(content)
+            about = {"kind": kind, "round": question.values.get("round"), "of": question.digest}
+            self.record(question.party, "received", **about, digest=digest, signed=signature, theirs=head)
+
+    def record(self, name: str, event: str, **details: Any) -> None:
+        """Add a line to a party's record, if there are records."""
+        if self.records is not None:
+            self.records.of(name).add(event, **details)
 
     def is_asked(self, name: str, kind: str) -> bool:
         return (name, kind) in self.asked
@@ -148,4 +167,5 @@ class Contacts:
     def refuse(self, name: str, reason: str, sentence: str) -> None:
         """Count and log something that is not accepted."""
         self.standings[name].refused[reason] += 1
+        self.record(name, "refused", reason=reason)
         self.log({"event": "refused", "party": name, "reason": reason, "sentence": f"{name} {sentence}."})

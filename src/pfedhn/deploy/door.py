@@ -1,5 +1,6 @@
 """The server's only door: HTTPS, to which parties connect; the server connects to nobody.
 
+    POST /study        a party reads what it is invited to, with the token or the key of its invitation
     POST /enroll       a party hands in its key, with the token of its invitation
     POST /challenge    something new for a party to sign
     POST /session      a party proves that it holds its key, and gets the key of a session
@@ -36,6 +37,7 @@ from pfedhn.deploy.invitations import Invitations
 from pfedhn.deploy.listener import Listener, max_connections
 from pfedhn.deploy.mailroom import Lane, Mailroom, Pending, Session, mac
 from pfedhn.deploy.signing import holds_key, is_proven, public_key
+from pfedhn.deploy.study import Study
 from pfedhn.errors import UserError, printable
 
 MAX_WORDS = 10_000  # bytes of a request that carries no model
@@ -81,6 +83,9 @@ class Door:
         health: What anybody may know of the server.
         log: Called with every event.
         used: Called with the other side of a connection that a party uses.
+        study: What a party has to agree to before it enrolls; without it, nothing.
+        agreed: Called with a party's name, its public key as one line, the digest that it has agreed to and its
+            signature.
     """
 
     mailroom: Mailroom
@@ -90,6 +95,8 @@ class Door:
     health: Callable[[], Mapping[str, Any]]
     log: Callable[[Mapping[str, Any]], None]
     used: Callable[[tuple[str, int]], None] = lambda peer: None
+    study: Study | None = None
+    agreed: Callable[[str, str, str, str], None] = lambda name, key, digest, signature: None
 
     def __post_init__(self) -> None:
         self.strangers = Strangers()
@@ -98,7 +105,12 @@ class Door:
 
     @property
     def app(self) -> Starlette:
-        words = {"/enroll": self._enroll, "/challenge": self._challenge, "/session": self._session}
+        words = {
+            "/study": self._study,
+            "/enroll": self._enroll,
+            "/challenge": self._challenge,
+            "/session": self._session,
+        }
         return Starlette(
             lifespan=self._life,
             routes=[
@@ -138,17 +150,35 @@ class Door:
             self.log({"event": "stranger", "host": host, "path": printable(request.url.path[:80]), "why": why})
         return JSONResponse({"error": why}, code, headers={"Connection": "close"})
 
+    async def _study(self, request: Request) -> Response:
+        try:
+            table = json.loads(await _body(request, MAX_WORDS))
+            name, token = str(table["name"]), str(table.get("token", ""))
+            is_invited = await run_in_threadpool(self.invitations.holds_token, name, token) if token else False
+            is_invited = is_invited or ("signature" in table and self._is_proven(table))
+        except (ValueError, KeyError, TypeError, RecursionError, AttributeError):
+            return self._turn_away(request, "no invitation")
+        if not is_invited:
+            sentence = f"{name!r:.80} is not invited, or its invitation has run out; ask for a new one."
+            return self._turn_away(request, sentence, 403)
+        return JSONResponse({} if self.study is None else self.study.table())
+
     async def _enroll(self, request: Request) -> Response:
         try:
             table = json.loads(await _body(request, MAX_WORDS))
             name, token, key, proof = (str(table[part]) for part in ("name", "token", "key", "proof"))
-            if not is_proven(bytes.fromhex(proof), public_key(key), name, self.authority):
+            agreed = str(table.get("agreed", ""))
+            if not is_proven(bytes.fromhex(proof), public_key(key), name, self.authority, agreed):
                 raise UserError(f"{name!r:.80} does not hold the key that it hands in; join with the key's own owner.")
-            await run_in_threadpool(self.invitations.enroll, name, token, key)  # it may wait for a lock
+            if self.study is not None and agreed != self.study.digest:
+                raise UserError("the study of this server is another one than was agreed to; read it and join again.")
+            line = await run_in_threadpool(self.invitations.enroll, name, token, key)  # it may wait for a lock
         except UserError as error:
             return self._turn_away(request, str(error), 403)
-        except (ValueError, KeyError, TypeError, RecursionError):  # the last: lists within lists
+        except (ValueError, KeyError, TypeError, RecursionError, AttributeError):  # RecursionError: lists within lists
             return self._turn_away(request, "no enrollment")
+        if agreed:
+            await run_in_threadpool(self.agreed, name, line, agreed, proof)
         return JSONResponse(dict(await run_in_threadpool(self.enrolled, name)))
 
     async def _challenge(self, request: Request) -> Response:
@@ -157,15 +187,22 @@ class Door:
     async def _session(self, request: Request) -> Response:
         try:
             table = json.loads(await _body(request, MAX_WORDS))
-            name, nonce, signature = (str(table[part]) for part in ("name", "nonce", "signature"))
-            key = self.invitations.enrolled().get(name)
-            is_proven = key is not None and holds_key(bytes.fromhex(signature), key, name, nonce)
-            if not is_proven or not self.mailroom.is_fresh(nonce):
-                return self._turn_away(request, "no key of an enrolled party", 403)
+            name = str(table["name"])
+            is_proven = self._is_proven(table)
         except (ValueError, KeyError, TypeError, RecursionError):
+            is_proven = False
+        if not is_proven:
             return self._turn_away(request, "no key of an enrolled party", 403)
         session = self.mailroom.open_session(name)
         return JSONResponse({"session": session.name, "key": session.key.hex(), "seconds": SECONDS_OF_A_POLL})
+
+    def _is_proven(self, table: Mapping[str, Any]) -> bool:
+        """Whether somebody has just signed something new with the key of the party that is named."""
+        name, nonce, signature = (str(table[part]) for part in ("name", "nonce", "signature"))
+        key = self.invitations.enrolled().get(name)
+        return (
+            key is not None and holds_key(bytes.fromhex(signature), key, name, nonce) and self.mailroom.is_fresh(nonce)
+        )
 
     async def _healthy(self, request: Request) -> Response:
         return JSONResponse(dict(self.health()))

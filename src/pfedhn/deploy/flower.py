@@ -180,7 +180,10 @@ def serve(grid: Grid, site: Site, make_transport: type[Flower]) -> None:
 
     roster = site.invitations.enrolled
     transport = make_transport(grid, roster, site.spec.policy.reply_seconds, log)
-    server = Server(site.plan, site.run, site.folder, site.key, roster, transport, site.spec.policy, log)
+    server = Server(
+        site.plan, site.run, site.folder, site.key, roster, transport, site.spec.policy, log,
+        records=site.records,
+    )  # fmt: skip
     stop = threading.Event()
     with stop_requests(lambda number: stop.set()):
         log({"event": "running", "pid": os.getpid(), "round": server.state.round})

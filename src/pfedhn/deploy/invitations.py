@@ -79,6 +79,9 @@ class Invitations:
         token = secrets.token_urlsafe(32) if key is None else ""
         line = None if key is None else public_text(public_key(key))
         with one_at_a_time(self.folder):
+            alike = (other for other in self.names() if other != name and other.casefold() == name.casefold())
+            if (other := next(alike, None)) is not None:
+                raise UserError(f"{name!r} differs from the party {other!r} only in case; choose another name.")
             if line is not None and (other := self._holder(line)) not in (None, name):
                 raise UserError(f"this key is that of {other}; every party needs its own.")
             self._write(Invitation(name, _digest(token) if token else None, time.time() + DAYS * 86_400, line))
@@ -106,6 +109,18 @@ class Invitations:
                 raise refused
             self._write(Invitation(name, invitation.token, invitation.expires, line))
         return line
+
+    def holds_token(self, name: str, token: str) -> bool:
+        """Whether somebody who knows this token may read what the party is invited to; the token is not used up."""
+        invitation = self._read(name)
+        if invitation is None or invitation.is_revoked or invitation.token is None:
+            return False
+        return hmac.compare_digest(invitation.token, _digest(token)) and time.time() <= invitation.expires
+
+    def has_key(self, name: str) -> bool:
+        """Whether a party has enrolled a key that still counts."""
+        invitation = self._read(name)
+        return invitation is not None and invitation.key is not None and not invitation.is_revoked
 
     def revoke(self, name: str) -> None:
         """Remove a party: nothing is sent to it any more, and nothing from it is believed."""

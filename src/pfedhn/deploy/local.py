@@ -127,6 +127,12 @@ class LocalClient:
             found[split] = [loss, metric, len(examples)]
         return found
 
+    def scores_of_other(self, architecture: str, received: Params, splits: Iterable[str]) -> Scores:
+        """The scores of another client's model, made of nothing but what the server publishes for it."""
+        other = LocalClient(self.plan, self.data, architecture)
+        kept = other.first_contact("training", received)
+        return other.scores(other.personal_weights("training", 0, received, kept, False), splits)
+
     def no_scores(self, splits: Iterable[str]) -> Scores:
         """The scores of a client that keeps them to itself."""
         return {split: [0.0, None if self.model.per_example_metric is None else 0.0, 0] for split in splits}

@@ -21,9 +21,10 @@ from pfedhn.storage.files import (
     unsealed_json,
     write_tensors,
 )
-from pfedhn.system.files import make_folder, read_bytes, write_atomically
+from pfedhn.system.files import append, make_folder, read_bytes, write_atomically
 
 RECEIVED = "received['"  # begins the names of received weights in a file
+ANSWERED = "answered"  # what the party has answered: lines with a phase, a round and the identity of the message
 
 
 class MissingVersion(RunError):
@@ -36,6 +37,7 @@ class PartyFolder:
     def __init__(self, path: Path, device: torch.device) -> None:
         self.path, self.device = path, device
         make_folder(path, mode=0o700)
+        self._answered = self._read_answered()
 
     def reply_to(self, asked: bytes) -> bytes | None:
         """The last reply, if it answered the message with this digest."""
@@ -45,6 +47,27 @@ class PartyFolder:
 
     def write_reply(self, asked: bytes, reply: bytes) -> None:
         write_atomically(self.path / "reply", asked + reply, mode=0o600)
+
+    def answered(self, what: str) -> Mapping[int, set[bytes]]:
+        """The messages that were answered by their rounds: those of a phase of training, or the tests."""
+        return self._answered.setdefault(what, {})
+
+    def note_answered(self, what: str, number: int, asked: bytes) -> None:
+        """Remember an answered message; it may be forgotten in a power cut."""
+        known = self._answered.setdefault(what, {}).setdefault(number, set())
+        if asked not in known:
+            append(self.path / ANSWERED, f"{what} {number} {asked.hex()}\n", mode=0o600)
+            known.add(asked)
+
+    def _read_answered(self) -> dict[str, dict[int, set[bytes]]]:
+        found: dict[str, dict[int, set[bytes]]] = {}
+        file = self.path / ANSWERED
+        for line in read_bytes(file).splitlines() if file.exists() else ():
+            if match := re.fullmatch(rb"(\w+) (\d+) ([0-9a-f]{64})", line):  # else it was half written
+                found.setdefault(match[1].decode(), {}).setdefault(int(match[2]), set()).add(
+                    bytes.fromhex(match[3].decode())
+                )
+        return found
 
     def versions(self, phase: Phase) -> list[int]:
         """The rounds whose private state is stored, oldest first."""

@@ -3,16 +3,18 @@
 import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from pfedhn.deploy.plan import Phase, exchange_of, plan_digest
 from pfedhn.deploy.policy import Policy
-from pfedhn.deploy.signing import PrivateKey, sealed
+from pfedhn.deploy.record import Records
+from pfedhn.deploy.signing import PrivateKey, evidence, sealed
 from pfedhn.deploy.state import Member, ServerState
-from pfedhn.deploy.wire import Message, layout, norm, packed
+from pfedhn.deploy.wire import HEAD, Message, layout, norm, packed
 from pfedhn.engine.plan import Plan
 from pfedhn.params import Params, num_bytes, zeros_like
 
@@ -34,23 +36,42 @@ class Question:
     deadline: float = math.inf
     has_been_repeated: bool = False
 
+    @cached_property
+    def digest(self) -> str:
+        """What records name the message by."""
+        return evidence(self.content)[0]
+
 
 class Questions:
     """Writes and signs messages; it takes what `Server` takes."""
 
     def __init__(
-        self, plan: Plan, run: str, key: PrivateKey, policy: Policy, settled: Mapping[str, Any] | None = None
+        self,
+        plan: Plan,
+        run: str,
+        key: PrivateKey,
+        policy: Policy,
+        settled: Mapping[str, Any] | None = None,
+        records: Records | None = None,
     ) -> None:
-        self.plan, self.run, self.key, self.policy, self.settled = plan, run, key, policy, settled
+        self.plan, self.run, self.key, self.policy = plan, run, key, policy
+        self.settled, self.records = settled, records
         self._plan_digest = plan_digest(plan)
         self._layouts: dict[tuple[str, Phase], tuple[str, int]] = {}
+
+    def _sealed(self, message: Message) -> bytes:
+        """A signed message with the head of the party's record."""
+        if self.records is not None:
+            head = self.records.of(message.party).head
+            message = replace(message, values={**message.values, HEAD: head})
+        return sealed(message, self.key)
 
     def hello(self, name: str) -> Question:
         """Ask a party what it brings."""
         values: dict[str, Any] = {"challenge": secrets.token_hex(16), "plan": self._plan_digest}
         values |= {} if self.settled is None else {"settled": self.settled}
         message = Message("hello", self.run, name, values)
-        return Question(name, "hello", sealed(message, self.key), {"challenge": values["challenge"]})
+        return Question(name, "hello", self._sealed(message), {"challenge": values["challenge"]})
 
     def train(self, state: ServerState, member: Member, number: int) -> Question:
         """Ask a party for the update of a round."""
@@ -73,13 +94,18 @@ class Questions:
         return Question(
             member.name,
             "train",
-            sealed(message, self.key),
+            self._sealed(message),
             {**repeated, "size": member.size},
             limit=2 * size + SMALL_MESSAGE,
             layout=form,
             max_norm=self.policy.max_update * (1.0 + norm(weights)),
             bytes_down=num_bytes(offer.weights),
         )
+
+    def written(self, kind: str, name: str, values: Mapping[str, Any], tensors: Any = ()) -> Question:
+        """A question of this kind, whose answer repeats the values."""
+        message = Message(kind, self.run, name, values, tensors)
+        return Question(name, kind, self._sealed(message), values)
 
     def _update_form(self, member: Member, received: Params) -> tuple[str, int]:
         """The layout of an update of what was sent, and its bytes on the wire."""
@@ -118,4 +144,4 @@ class Questions:
             "is_adapted": is_last and state.is_adapted is not False, "is_last": is_last and not is_judged,
         }  # fmt: skip
         message = Message("evaluate", self.run, member.name, {**repeated, "best": best}, weights)
-        return Question(member.name, "evaluate", sealed(message, self.key), repeated)
+        return Question(member.name, "evaluate", self._sealed(message), repeated)

@@ -5,12 +5,16 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
+from pfedhn import __version__
+from pfedhn.deploy import across
+from pfedhn.deploy.board import Board
 from pfedhn.deploy.certificates import AUTHORITY, make_certificates
 from pfedhn.deploy.door import Door, OpenDoor
 from pfedhn.deploy.mailroom import Mailroom
+from pfedhn.deploy.page import TOKEN_FILE, OpenPage, Place
 from pfedhn.deploy.server import Server
 from pfedhn.deploy.signing import public_text
 from pfedhn.deploy.site import Site
@@ -26,11 +30,20 @@ class Service:
         site: Its folder.
         is_leaving: Whether it ends when training has and every party that is there knows; else it stays for others.
         say: Called with every event.
+        page: The address of the page that shows the run; None for no page.
+        describe: Gives the sentence of an event for that page; None for an event that is not shown.
     """
 
-    def __init__(self, site: Site, is_leaving: bool, say: Callable[[Mapping[str, Any]], None]) -> None:
-        self.site, self.is_leaving, self.say = site, is_leaving, say
-        self.mailroom = Mailroom()
+    def __init__(
+        self,
+        site: Site,
+        is_leaving: bool,
+        say: Callable[[Mapping[str, Any]], None],
+        page: Place | None = None,
+        describe: Callable[[Mapping[str, Any]], str | None] = lambda event: str(event["event"]),
+    ) -> None:
+        self.site, self.is_leaving, self.say, self.page = site, is_leaving, say, page
+        self.mailroom, self.board = Mailroom(), Board(describe=describe)
         self.server: Server | None = None
         self._began = time.monotonic()
         self._lock = threading.Lock()  # the door's thread logs too
@@ -43,21 +56,30 @@ class Service:
         if is_settled(spec):
             _ = site.plan  # what is wrong with SPEC is said before anything starts
         authority = read_text(site.folder / AUTHORITY)
-        door = Door(self.mailroom, site.invitations, authority, self._enrolled, self._health, self._log)
+        door = Door(
+            self.mailroom, site.invitations, authority, self._enrolled, self._health, self._log,
+            study=site.study, agreed=site.note_agreed,
+        )  # fmt: skip
         opened = OpenDoor(door, site.folder, site.settings["host"], site.settings["port"], self._renew)
         opened.start()
+        stack = ExitStack()
         try:
+            if self.page is not None:
+                self._open_page(self.page, opened, stack)
             self._log({"event": "serving", "address": site.address, "run": site.run})
             roster, policy = site.invitations.enrolled, spec.policy
             if not is_settled(spec):
-                Survey(spec, site.run, site.folder, key, roster, self.mailroom, self._log).run(stop)
+                Survey(spec, site.run, site.folder, key, roster, self.mailroom, self._log, site.records).run(stop)
                 if stop.is_set():
                     self._log({"event": "stopped"})
                     return
             server = Server(
-                site.plan, site.run, site.folder, key, roster, self.mailroom, policy, self._note, settled=site.settled
-            )
+                site.plan, site.run, site.folder, key, roster, self.mailroom, policy, self._note,
+                settled=site.settled, records=site.records,
+            )  # fmt: skip
+            server.across = across.Across(site.plan, server.questions, server.contacts, site.folder, self._note)
             self.server = server
+            self.board.across = across.found(site.folder)
             self._note({"event": "running", "pid": os.getpid(), "round": server.state.round})
             server.run(stop, is_lingering=not self.is_leaving)
             self._note({"event": "stopped" if stop.is_set() else "left"})
@@ -66,7 +88,22 @@ class Service:
                 self._log({"event": "gave up", "why": str(error)})
             raise
         finally:
+            stack.close()
             opened.stop()
+
+    def _open_page(self, place: Place, door: OpenDoor, stack: ExitStack) -> None:
+        site = self.site
+        self.board.about = {
+            "name": site.folder.name, "run": site.run, "address": site.address, "method": site.spec.cell.method,
+            "network": ", ".join(site.spec.sizes) or str(site.spec.cell.model), "version": __version__,
+        }  # fmt: skip
+        self.board.counts = lambda: {
+            "strangers": door.door.strangers.number,
+            "connections_refused": door.listener.num_refused,
+        }
+        page = stack.enter_context(OpenPage(self.board, place, site.folder, site.address))
+        token = {} if place.is_loopback else {"token": str(site.folder / TOKEN_FILE)}
+        self._log({"event": "page", "address": page.address, **token})
 
     def _renew(self) -> bool:
         """Make the server's certificate anew if it runs out soon; True if it was."""
@@ -76,6 +113,7 @@ class Service:
     def _log(self, event: Mapping[str, Any]) -> None:
         with self._lock:
             self.site.log(event)
+            self.board.hear(event)
             self.say({"time": round(time.time(), 3), **event})
 
     def _note(self, event: Mapping[str, Any]) -> None:
@@ -83,18 +121,24 @@ class Service:
         self._log(event)
         if self.server is None:
             return
+        if event["event"] == "compared":
+            self.board.across = across.found(self.site.folder)
         table = self.server.status() | {
             "seconds": round(time.monotonic() - self._began, 1),
             "wire_down": self.mailroom.bytes_sent,
             "wire_up": self.mailroom.bytes_received,
             "time": round(time.time(), 3),
+            "record_head": self.site.records.head_of_all(self.server.state.members),
         }
         write_atomically(self.site.status, json.dumps(table).encode(), mode=0o600, is_lasting=False)  # at every event
+        self.board.publish(table, self.server.state.history, self.site.invitations.revoked())
 
     def _enrolled(self, name: str) -> dict[str, Any]:
         """What a party is told that may come."""
         self._log({"event": "enrolled", "party": name})
-        return {"run": self.site.run, "spec": self.site.spec_text, "server": public_text(self.site.key.public_key())}
+        key = public_text(self.site.invitations.enrolled()[name])
+        self.site.records.of(name).add("enrolled", is_lasting=True, party_key=key)
+        return self.site.study.table()
 
     def _health(self) -> dict[str, Any]:
         state = None if self.server is None else self.server.state

@@ -14,15 +14,18 @@ from typing import Any
 from pfedhn import keys
 from pfedhn.data.batches import cohort
 from pfedhn.deploy import checks
+from pfedhn.deploy.across import Across, consents_of
 from pfedhn.deploy.contacts import Arrival, Contacts, Transport
 from pfedhn.deploy.plan import Phase
 from pfedhn.deploy.policy import Policy
 from pfedhn.deploy.questions import Question, Questions
+from pfedhn.deploy.record import Records
 from pfedhn.deploy.signing import PrivateKey, PublicKey
-from pfedhn.deploy.state import Member, Rules, ServerState, split_results, step_order
+from pfedhn.deploy.state import Member, Rules, ServerState, step_order
+from pfedhn.deploy.status import mean_scores, status_of
 from pfedhn.deploy.store import Store, Unfit
 from pfedhn.deploy.watch import Watch
-from pfedhn.deploy.wire import REFUSALS, Message, WireError
+from pfedhn.deploy.wire import REFUSALS, Message, WireError, head_of
 from pfedhn.engine.in_flight import next_of
 from pfedhn.engine.plan import Plan
 from pfedhn.errors import first_line
@@ -45,6 +48,7 @@ class Server:
         log: Called with every event.
         clock: Seconds, from any beginning.
         settled: What the parties' statistics gave before training (`deploy.survey`); every greeting has it.
+        records: What was asked of each party and what it sent, to show later.
     """
 
     def __init__(
@@ -59,13 +63,15 @@ class Server:
         log: Callable[[Mapping[str, Any]], None] = lambda event: None,
         clock: Callable[[], float] = time.monotonic,
         settled: Mapping[str, Any] | None = None,
+        records: Records | None = None,
     ) -> None:
         self.plan, self.run_name, self.policy, self.log, self.clock = plan, run, policy or Policy(), log, clock
-        self.questions = Questions(plan, run, key, self.policy, settled)
+        self.questions = Questions(plan, run, key, self.policy, settled, records)
         self.watch = Watch(self.policy.max_update, self._say)
-        self.contacts = Contacts(roster, transport, self.policy, log, clock)
+        self.contacts = Contacts(roster, transport, self.policy, log, clock, records)
         self.store = Store(folder, Rules(plan))
         self.state: ServerState = self.store.load()
+        self.across: Across | None = None  # compares the parties' models after training, if it is there
         self.scores: dict[str, Any] = {}  # of the evaluation that goes on
         self._to_test: list[str] = []  # parties that have not been asked yet in that evaluation
         self._is_judging = False  # whether that evaluation decides on adaptation
@@ -88,7 +94,7 @@ class Server:
             if self.state.has_ended:
                 if self.state.is_adapted is None and self._is_gathering_again():
                     self._collect()
-                elif not self._hand_out_models() and not is_lingering:
+                elif not self._hand_out_models() and not self._compare() and not is_lingering:
                     break
             elif not self.state.has_started:
                 self._gather()
@@ -112,35 +118,7 @@ class Server:
 
     def status(self) -> dict[str, Any]:
         """The progress of the run and the state of its parties, as JSON can hold it."""
-        state = self.state
-        parties = {}
-        for name, member in sorted(state.members.items()):
-            parties[name] = {
-                "is_present": name in self.contacts.present,
-                "is_aside": self.contacts.is_aside(name),
-                "is_spent": member.is_spent,
-                "architecture": member.architecture,
-                "size": member.size,
-                "phase": member.phase,
-                "last_round": member.base,
-                "refused": dict(self.contacts.standings[name].refused),
-            }
-        last = state.history[-1] if state.history else None
-        return {
-            "run": self.run_name,
-            "round": state.round,
-            "num_rounds": self.plan.num_rounds,
-            "has_started": state.has_started,
-            "has_ended": state.has_ended,
-            "accepted": state.num_accepted,
-            "max_staleness": state.max_staleness,
-            "evaluated": None if last is None else last["round"],
-            "scores": {} if last is None else _mean_scores(last["results"]),
-            "chosen": state.best and state.best.round,
-            "bytes_down": state.bytes_down,
-            "bytes_up": state.bytes_up,
-            "parties": parties,
-        }
+        return status_of(self.run_name, self.plan, self.state, self.contacts)
 
     # Who takes part.
 
@@ -294,6 +272,7 @@ class Server:
             key = contacts.roster().get(name)
             message = checks.verified(arrival.content, name, self.run_name, key, question)
             assert question is not None
+            contacts.received(question, arrival.content, head_of(message), message.kind)
             checks.check_answer(message, question, self.plan, self.state, self.policy.max_staleness)
         except Exception as error:  # nothing that a party sends may end the server
             if not isinstance(error, WireError):
@@ -319,6 +298,11 @@ class Server:
     def _take_refusal(self, question: Question, message: Message) -> None:
         """A party says why it does not answer."""
         given, sentence = message.values.get("reason"), str(message.values.get("sentence"))
+        if question.kind == "compare" and self.across is not None:
+            del self.contacts.asked[question.party, question.kind]
+            self.contacts.refuse(question.party, "consent" if given == "consent" else "party", f"{sentence:.300}")
+            self.across.refused(question.party)
+            return
         if given == "budget" and question.kind == "train":
             # It is asked to train no more until it comes again; that is no failure.
             del self.contacts.asked[question.party, question.kind]
@@ -337,6 +321,9 @@ class Server:
             self._take_hello(name, message, content)
         elif message.kind == "evaluate":
             self._take_scores(name, message)
+        elif message.kind == "compare":
+            if self.across is not None:
+                self.across.take(question, message.values["scores"])
         else:
             self.contacts.standings[name].failures = 0
             if question.values["phase"] == "training" and self.state.round >= self.plan.num_rounds:
@@ -360,6 +347,7 @@ class Server:
         if known is None or is_new or known.is_spent:
             table = {"kind": "join", "party": name, **brought}
             self._commit(table, content if self.plan.algorithm.needs.descriptors else b"")
+        self.contacts.consents[name] = consents_of(message.values)
         self._say("joined" if is_new else "back", party=name, **(brought if is_new else {}))
         self.contacts.standings[name].is_greeted = True
 
@@ -420,7 +408,7 @@ class Server:
             return
         self._commit({"kind": "score", "round": tested.round, "results": scores, "time": round(time.time(), 3)})
         self.scores = {}
-        self._say("evaluated", round=tested.round, parties=len(scores), **_mean_scores(scores))
+        self._say("evaluated", round=tested.round, parties=len(scores), **mean_scores(scores))
         self.watch.scored(self.state.history)
 
     def _hand_out_models(self) -> bool:
@@ -444,6 +432,16 @@ class Server:
                 self._offer(member, member.round)
         self._collect()
         return any(self._is_ready(name) and not one.is_told for name, one in self.state.members.items())
+
+    def _compare(self) -> bool:
+        """Have parties test each other's models; False if nobody wants that."""
+        if self.across is None or not self.across.is_wanted():
+            return False
+        if self._is_gathering_again():
+            self._collect()
+        else:
+            self.across.step(self.state)
+        return True
 
     def _judge_adaptation(self, ready: Sequence[Member]) -> None:
         """Have parties test their models of the chosen round after adaptation, and decide once all have answered."""
@@ -476,8 +474,3 @@ class Server:
 
     def _say(self, event: str, **details: Any) -> None:
         self.log({"event": event, **details})
-
-
-def _mean_scores(results: Mapping[str, Any]) -> dict[str, float]:
-    """The score of each split that has examples."""
-    return {split: result.score for split, result in split_results(results).items() if result.count.sum() > 0}

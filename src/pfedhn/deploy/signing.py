@@ -3,11 +3,14 @@
 One key serves a party for everything: it opens sessions and signs replies with it (ECDSA, P-384).
 """
 
+import base64
+import hashlib
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.utils import Prehashed
 
 from pfedhn.deploy.wire import Message, WireError, enveloped, from_envelope, packed, unpacked
 from pfedhn.errors import UserError
@@ -17,6 +20,7 @@ from pfedhn.system.files import read_bytes, write_atomically
 PURPOSE = b"pfedhn message 1\0"
 ENROLLMENT = b"pfedhn enrollment 1\0"
 SESSION = b"pfedhn session 1\0"
+RECORD = b"pfedhn record 1\0"
 
 ALGORITHM = ec.ECDSA(hashes.SHA384())
 
@@ -44,14 +48,47 @@ def opened(envelope: bytes, key: PublicKey, limit: int | None = None) -> Message
     return unpacked(content)
 
 
-def proof(key: PrivateKey, name: str, authority: str) -> bytes:
-    """What shows the server of an authority that a party holds the key that it hands in."""
-    return key.sign(_enrollment(name, authority), ALGORITHM)
+def evidence(envelope: bytes) -> tuple[str, str]:
+    """The digest of a sealed message and the sender's signature over it, by which it can be proven without it."""
+    signature, content = from_envelope(envelope)
+    found = hashlib.sha384(PURPOSE)
+    found.update(content)
+    return found.hexdigest(), signature.hex()
 
 
-def is_proven(signature: bytes, key: PublicKey, name: str, authority: str) -> bool:
+def is_evidence(digest: str, signature: str, key: PublicKey) -> bool:
+    """Whether the holder of this key has signed a message with this digest."""
+    try:
+        key.verify(bytes.fromhex(signature), bytes.fromhex(digest), ec.ECDSA(Prehashed(hashes.SHA384())))
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def signed_line(key: PrivateKey, digest: str) -> str:
+    """The signature of a line of a record."""
+    return key.sign(RECORD + digest.encode(), ALGORITHM).hex()
+
+
+def has_signed_line(signature: str, key: PublicKey, digest: str) -> bool:
+    """Whether this is the signature of a line of a record."""
+    try:
+        return _is_signed(bytes.fromhex(signature), RECORD + digest.encode(), key)
+    except ValueError:
+        return False
+
+
+def proof(key: PrivateKey, name: str, authority: str, agreed: str = "") -> bytes:
+    """Show the server of an authority that a party holds the key that it hands in, and what the party agreed to.
+
+    `agreed` is the digest of the study.
+    """
+    return key.sign(_enrollment(name, authority, agreed), ALGORITHM)
+
+
+def is_proven(signature: bytes, key: PublicKey, name: str, authority: str, agreed: str = "") -> bool:
     """Whether such a proof is one."""
-    return _is_signed(signature, _enrollment(name, authority), key)
+    return _is_signed(signature, _enrollment(name, authority, agreed), key)
 
 
 def session_proof(key: PrivateKey, name: str, nonce: str) -> bytes:
@@ -72,8 +109,8 @@ def _is_signed(signature: bytes, content: bytes, key: PublicKey) -> bool:
     return True
 
 
-def _enrollment(name: str, authority: str) -> bytes:
-    return ENROLLMENT + name.encode() + b"\0" + authority.encode()
+def _enrollment(name: str, authority: str, agreed: str) -> bytes:
+    return ENROLLMENT + b"\0".join(part.encode() for part in (name, authority, *([agreed] if agreed else [])))
 
 
 def _session(name: str, nonce: str) -> bytes:
@@ -83,6 +120,13 @@ def _session(name: str, nonce: str) -> bytes:
 def public_text(key: PublicKey) -> str:
     """A public key as one line, as OpenSSH writes it."""
     return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
+
+
+def fingerprint(line: str) -> str:
+    """The fingerprint of a public key in one line, as `ssh-keygen -l` prints it."""
+    parts = line.split()
+    digest = hashlib.sha256(base64.b64decode(parts[1])).digest() if len(parts) > 1 else b""
+    return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 
 
 def key_text(key: PublicKey) -> bytes:

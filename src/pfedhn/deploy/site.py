@@ -12,8 +12,10 @@ from typing import Any
 
 from pfedhn.deploy.certificates import AUTHORITY
 from pfedhn.deploy.invitations import Bundle, Invitations
-from pfedhn.deploy.signing import PrivateKey, load_or_make_key
+from pfedhn.deploy.record import RECORDS, Records
+from pfedhn.deploy.signing import PrivateKey, load_or_make_key, public_text
 from pfedhn.deploy.spec import FederationSpec, read_spec, to_plan
+from pfedhn.deploy.study import Study
 from pfedhn.deploy.survey import SETTLED, is_settled, settled
 from pfedhn.engine.plan import Plan
 from pfedhn.errors import UserError
@@ -105,6 +107,16 @@ class Site:
         """The server's own, which signs what it sends."""
         return load_or_make_key(self.folder / "key")
 
+    @cached_property
+    def records(self) -> Records:
+        """What happened with each party, to show later."""
+        return Records(self.folder / RECORDS, self.key)
+
+    @cached_property
+    def study(self) -> Study:
+        """What parties have to agree to."""
+        return Study(self.run, self.spec_text, public_text(self.key.public_key()))
+
     def log(self, event: Mapping[str, Any]) -> None:
         """Add a line to what has happened."""
         append(self.events, json.dumps({"time": round(time.time(), 3), **event}) + "\n", mode=0o600)
@@ -117,4 +129,15 @@ class Site:
         return table
 
     def invite(self, name: str, key: str | None = None) -> Bundle:
-        return self.invitations.invite(name, self.address, read_text(self.folder / AUTHORITY), key)
+        bundle = self.invitations.invite(name, self.address, read_text(self.folder / AUTHORITY), key)
+        self.records.of(name).add("invited", is_lasting=True, study=self.study.digest)
+        return bundle
+
+    def revoke(self, name: str) -> None:
+        """Remove a party."""
+        self.invitations.revoke(name)
+        self.records.of(name).add("revoked", is_lasting=True)
+
+    def note_agreed(self, name: str, key: str, digest: str, proof: str) -> None:
+        """Record that a party has agreed to the study; `proof` is its signature over name, authority and digest."""
+        self.records.of(name).add("agreed", is_lasting=True, study=digest, party_key=key, proof=proof)

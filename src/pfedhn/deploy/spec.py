@@ -6,6 +6,10 @@ clients = 3                       # how many parties are expected
 steps = 600
 seeds = [0]
 
+[study]                           # who runs it and what for; each party reads it before it agrees
+operator = "University Hospital of Lyon"
+purpose = "predict the outcome of a treatment"
+
 [data]                            # what every party's examples look like
 classes = ["ill", "well"]         # or a number, if labels are numbers from 0
 label = "outcome"                 # of a table: the column of the label,
@@ -40,6 +44,7 @@ from pfedhn.models import cross_entropy, is_correct, squared_error
 from pfedhn.settings import build, parse_toml, whole_number
 from pfedhn.system.reference import find
 
+MAX_PURPOSE = 500  # letters
 FEDERATION = "federation"
 Federation: TypeAlias = Literal["federation"]
 """What stands for a value that the parties' statistics give."""
@@ -82,6 +87,19 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Purpose:
+    """Who runs a study, and what for.
+
+    Args:
+        operator: The person or institution that runs the server.
+        purpose: What the models are for.
+    """
+
+    operator: str = ""
+    purpose: str = ""
+
+
+@dataclass(frozen=True)
 class FederationSpec:
     """Everything that the file says."""
 
@@ -91,12 +109,13 @@ class FederationSpec:
     policy: Policy
     sizes: Mapping[str, str] = field(default_factory=dict)  # networks of several sizes, by what parties call them
     joining_rounds: int = 20
+    study: Purpose = Purpose()
 
 
 def read_spec(text: str, path: Path) -> FederationSpec:
     """What such a file says, or a sentence that says what is wrong with it."""
     table = dict(parse_toml(text, path))
-    own = {name: table.pop(name, {}) for name in ("data", "policy", "sizes")}
+    own = {name: table.pop(name, {}) for name in ("data", "policy", "sizes", "study")}
     for name, part in own.items():
         if not isinstance(part, Mapping):
             raise UserError(f"`{name}` must be a table, got {short(part)}; write it under a heading [{name}].")
@@ -120,7 +139,8 @@ def read_spec(text: str, path: Path) -> FederationSpec:
     policy = build(Policy, own["policy"], "[policy]")
     if cell.in_flight is not None:
         policy = replace(policy, in_flight=cell.in_flight)
-    spec = FederationSpec(cell, experiment.seeds[0], data, policy, own["sizes"], joining_rounds)
+    study = build(Purpose, own["study"], "[study]")
+    spec = FederationSpec(cell, experiment.seeds[0], data, policy, own["sizes"], joining_rounds, study)
     _check(spec)
     return spec
 
@@ -149,6 +169,9 @@ def _check(spec: FederationSpec) -> None:
     for name in ("steps", "batch_size", "evaluate_every", "clients", "cohort_size"):
         if (value := getattr(cell, name)) is not None:
             whole_number(name, value)
+    for name, text in (("operator", spec.study.operator), ("purpose", spec.study.purpose)):
+        if len(text) > MAX_PURPOSE or not text.isprintable():
+            raise UserError(f"[study] {name} must be one line of at most {MAX_PURPOSE} letters.")
     check_policy(spec.policy, cell.clients)
 
 

@@ -17,11 +17,12 @@ from typing import Any
 from pfedhn.data.summaries import Asked, Noise, SummaryError
 from pfedhn.deploy.line import Line, Trouble
 from pfedhn.deploy.mailroom import Mailroom
-from pfedhn.deploy.signing import PrivateKey, PublicKey, opened, sealed
+from pfedhn.deploy.record import Record, Records
+from pfedhn.deploy.signing import PrivateKey, PublicKey, evidence, opened, sealed
 from pfedhn.deploy.spec import FederationSpec, unresolved
 from pfedhn.deploy.statistics import asked_of, party_summary, received, resolved_data, statistics_of, with_data
-from pfedhn.deploy.wire import Message, WireError
-from pfedhn.errors import UserError, first_line
+from pfedhn.deploy.wire import HEAD, Message, WireError, head_of
+from pfedhn.errors import UserError, first_line, names_place
 from pfedhn.storage.files import digest
 from pfedhn.system.files import read_text, write_atomically
 
@@ -61,6 +62,7 @@ class Survey:
         roster: Gives the public keys of enrolled parties by name.
         mailroom: Carries messages.
         log: Called with every event.
+        records: What was asked of each party and what it sent, to show later.
     """
 
     def __init__(
@@ -72,11 +74,14 @@ class Survey:
         roster: Callable[[], Mapping[str, PublicKey]],
         mailroom: Mailroom,
         log: Say,
+        records: Records | None = None,
     ) -> None:
+        self.records = records
         self.spec, self.run_name, self.folder, self.key = spec, run, folder, key
         self.roster, self.mailroom, self.log = roster, mailroom, log
         self.asked = asked_of(spec)
         self.summaries: dict[str, Any] = {}
+        self._questions: dict[str, str] = {}  # the digest of the message to each party
         self._again: dict[str, float] = {}  # when a party may be asked again
 
     def run(self, stop: threading.Event) -> None:
@@ -87,8 +92,7 @@ class Survey:
             now = time.monotonic()
             for name in self.mailroom.members() & self.roster().keys() - self.summaries.keys() - waiting:
                 if self._again.get(name, 0.0) <= now:
-                    message = Message("statistics", self.run_name, name, {"asked": self.asked.to_json()})
-                    self.mailroom.post(name, "statistics", sealed(message, self.key), MAX_SUMMARY)
+                    self._ask(name)
                     waiting.add(name)
             for arrival in self.mailroom.arrivals(SECONDS_BETWEEN_LOOKS):
                 waiting.discard(arrival.party)
@@ -96,12 +100,26 @@ class Survey:
         if len(self.summaries) >= wanted:
             self._settle()
 
+    def _ask(self, name: str) -> None:
+        values: dict[str, Any] = {"asked": self.asked.to_json()}
+        values |= {} if self.records is None else {HEAD: self.records.of(name).head}
+        content = sealed(Message("statistics", self.run_name, name, values), self.key)
+        self._questions[name] = evidence(content)[0]
+        if self.records is not None:
+            self.records.of(name).add("asked", kind="statistics", round=None, digest=self._questions[name])
+        self.mailroom.post(name, "statistics", content, MAX_SUMMARY)
+
     def _take(self, name: str, content: bytes | None, fault: str) -> None:
         try:
             key = self.roster().get(name)
             if content is None or key is None:
                 raise WireError("lost", fault or "is not enrolled")
             message = opened(content, key, MAX_SUMMARY)
+            if self.records is not None:
+                digest, signature = evidence(content)
+                about: dict[str, Any] = {"kind": message.kind, "round": None, "of": self._questions.get(name)}
+                heard: dict[str, Any] = {"digest": digest, "signed": signature, "theirs": head_of(message)}
+                self.records.of(name).add("received", **about, **heard)
             if (message.kind, message.run, message.party) != ("statistics", self.run_name, name):
                 raise WireError("statistics", str(message.values.get("sentence", "sent no statistics"))[:300])
             self.summaries[name] = received(message.values.get("summary"), self.spec, self.asked)
@@ -133,6 +151,7 @@ class Surveyed:
         server_key: Of the only server that is answered.
         min_group: Numbers of groups with fewer rows are withheld.
         noise: Noise on every number.
+        record: What the party was asked and what it sent, to show later.
     """
 
     def __init__(
@@ -146,7 +165,9 @@ class Surveyed:
         server_key: PublicKey,
         min_group: int = MIN_GROUP,
         noise: Noise | None = None,
+        record: Record | None = None,
     ) -> None:
+        self.record = record
         self.spec, self.run_name, self.name, self.data, self.folder = spec, run, name, data, folder
         self.key, self.server_key, self.min_group, self.noise = key, server_key, min_group, noise
 
@@ -164,12 +185,25 @@ class Surveyed:
             return None
         if message.kind != "statistics":
             raise WireError("kind", f"asks for {message.kind!r:.80} before the statistics are known")
+        digest, signature = evidence(envelope)
+        self._write("asked", digest=digest, signed=signature, theirs=head_of(message))
+        kind, values = "statistics", dict[str, Any]()
         try:
-            values = {"summary": self._summary(Asked.of(message.values.get("asked")))}
-            return sealed(Message("statistics", self.run_name, self.name, values), self.key)
+            values["summary"] = self._summary(Asked.of(message.values.get("asked")))
         except (SummaryError, UserError) as error:
             sentence = f"does not answer ({first_line(error)})"
-            return sealed(Message("refusal", self.run_name, self.name, {"sentence": sentence}), self.key)
+            sentence = "does not answer; its owner can read why" if names_place(sentence) else sentence
+            kind, values["sentence"] = "refusal", sentence
+        if self.record is not None:
+            values[HEAD] = self.record.head
+        answer = sealed(Message(kind, self.run_name, self.name, values), self.key)
+        self._write("sent", of=digest, digest=evidence(answer)[0])
+        return answer
+
+    def _write(self, event: str, **details: Any) -> None:
+        """Add a line to the party's record."""
+        if self.record is not None:
+            self.record.add(event, run=self.run_name, kind="statistics", round=None, **details)
 
     def _summary(self, asked: Asked) -> Any:
         """What this party says, and has said before if it was asked before."""

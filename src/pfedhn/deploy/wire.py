@@ -35,9 +35,10 @@ TYPES = {
 """The types of numbers that cross the wire."""
 
 
-REFUSALS = ("version", "budget", "party")
-"""Why a party may say that it does not answer: it lacks the version that is asked for; has no budget left; or another
-reason of its own."""
+HEAD = "record"  # among the values of a message: the newest hash of its sender's record (`deploy.record`)
+REFUSALS = ("version", "budget", "consent", "party")
+"""Why a party may say that it does not answer: it lacks the version that is asked for; has no budget left; does not
+consent; or another reason of its own."""
 
 
 class WireError(ValueError):
@@ -53,7 +54,8 @@ class Message:
     """What one side says to the other.
 
     Args:
-        kind: "hello", "train" or "evaluate", and the same for what answers it; "refusal" for an answer that is none.
+        kind: "hello", "train", "evaluate" or "compare", and the same for what answers it; "refusal" for an answer that
+            is none.
         run: Of which run.
         party: To or from which party.
         values: What JSON can hold.
@@ -188,6 +190,22 @@ def from_envelope(envelope: bytes) -> tuple[bytes, bytes]:
     if len(envelope) < 2 + length:
         raise WireError("form", "sent a message that was cut")
     return envelope[2 : 2 + length], envelope[2 + length :]
+
+
+def identity(content: bytes) -> bytes:
+    """The digest of a message without the head of its sender's record: the same question has the same identity."""
+    (length,) = struct.unpack("<I", content[4:8])
+    header = json.loads(content[8 : 8 + length])
+    header["values"].pop(HEAD, None)
+    found = hashlib.sha256(json.dumps(header, separators=(",", ":")).encode())
+    found.update(memoryview(content)[8 + length :])
+    return found.digest()
+
+
+def head_of(message: Message) -> str:
+    """The head of the sender's record that a message names; empty if it names none."""
+    found = message.values.get(HEAD)
+    return found if isinstance(found, str) and len(found) == 64 else ""
 
 
 def norm(tree: Any) -> float:

@@ -21,7 +21,7 @@ from pfedhn.data.lazy import LazyFederation
 from pfedhn.engine.gpu import computing_on_gpu
 from pfedhn.errors import UserError, first_line, short
 from pfedhn.model import Factory, Model, PerExample
-from pfedhn.models import cross_entropy, is_correct, squared_error
+from pfedhn.models import IMAGE_SIDES, cross_entropy, is_correct, squared_error
 from pfedhn.params import stack
 from pfedhn.sgd import Batches
 from pfedhn.statistics import normalizations
@@ -166,8 +166,13 @@ def _forward(model: Model, module: nn.Module, x: Tensor, seed: int = 0) -> Any:
         try:
             return module(x)
         except Exception as error:
+            way_out = ""
+            if x.ndim == 4 and model.name in IMAGE_SIDES:
+                side = IMAGE_SIDES[model.name]
+                way_out = f"; it takes {side} x {side} pixels: read = {{resize = [{side}, {side}]}}, or another network"
             raise UserError(
-                f"the network {model.name!r} does not take examples of shape {tuple(x.shape[1:])}: {first_line(error)}."
+                f"the network {model.name!r} does not take examples of shape {tuple(x.shape[1:])}: "
+                f"{first_line(error)}{way_out}."
             ) from error
 
 

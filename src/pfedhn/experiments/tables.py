@@ -132,7 +132,9 @@ def with_table_defaults(
         given = _personalized(given, cell)
     if not is_table(cell.dataset):
         for name in table.keys() - given.keys():
-            raise UserError(f'`{name}` = "auto" is for tables; {cell.dataset} is none, so give its value.')
+            raise UserError(
+                f'`{name}` = "auto" is for tables; {cell.dataset} is none, so give its value (docs/experiments.md).'
+            )
         return given
     cell = replace(cell, read={**TABLE_READ, **cell.read})
     columns, source = table_columns(cell), _there(cell, data_dir)

@@ -6,11 +6,13 @@ out on the server, which is what makes a budget go far. Clip and learning rates 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean as mean
-from typing import Any
+from typing import Any, TypeAlias
 
 from pfedhn.experiments.spec import Cell
+from pfedhn.paper import drawing
 from pfedhn.paper.hospitals import cells as all_cells
 from pfedhn.paper.hospitals import on_made_up
 from pfedhn.report.entries import Entry, display_name, summarize
@@ -68,7 +70,8 @@ def draw(found: Found) -> Finding:
     """Say what the largest budget costs, and show every budget."""
     lines = [["method", "epsilon", "noise", "accuracy", "AUC", "log loss", "seeds"]]
     lines += [_line(entry) for entry in found.entries]
-    return found.finding(_sentence(found.entries), [(lines, CAPTION)])
+    losses = _losses(found.entries)
+    return found.finding(_sentence(losses), [(lines, CAPTION)], {"": partial(_picture, losses)})
 
 
 CAPTION = (
@@ -91,13 +94,38 @@ def _line(entry: Entry) -> list[str]:
     return [name, *budget, number_text(summarize(accuracies), 1), *over, str(len(entry.results))]
 
 
-def _sentence(entries: Sequence[Entry]) -> str:
-    """The log loss of each method with the largest budget and without privacy, beside training alone."""
+Losses: TypeAlias = Mapping[str, Mapping[float | None, float]]
+"""The mean log loss of each method, by epsilon; None is without privacy."""
+
+
+def _losses(entries: Sequence[Entry]) -> Losses:
     losses: dict[str, dict[float | None, float]] = {}
     for entry in entries:
         loss = mean(result.test.loss for result in entry.results.values())
         losses.setdefault(entry.cell.method, {})[entry.cell.privacy.get("epsilon")] = loss
-    largest, alone = max(NOISES), losses.pop("local", {}).get(None)
+    return losses
+
+
+def _picture(losses: Losses) -> Any:
+    """The log loss of each method against epsilon, and that of training alone."""
+    figure, axes = drawing.titled(6.4, 4.2, "A smaller privacy budget costs log loss")
+    for number, (method, found) in enumerate(losses.items()):
+        points = sorted((epsilon, loss) for epsilon, loss in found.items() if epsilon is not None)
+        color = drawing.color_of(method, number)
+        if points:
+            axes.plot(*zip(*points, strict=True), color=color, marker="o", label=display_name(method))
+        elif None in found:
+            axes.axhline(found[None], color="#9A9A9A", linewidth=1.2, label=f"{display_name(method)}, sends nothing")
+    axes.set_xscale("log")
+    axes.set_xticks(list(NOISES), [f"{epsilon:g}" for epsilon in NOISES], minor=False)
+    axes.minorticks_off()
+    drawing.finish(axes, "epsilon", "log loss over test patients", "mean over seeds")
+    return figure
+
+
+def _sentence(losses: Losses) -> str:
+    """The log loss of each method with the largest budget and without privacy, beside training alone."""
+    largest, alone = max(NOISES), losses.get("local", {}).get(None)
     parts = [
         f"With epsilon {largest:g}, {display_name(method)} has a log loss of {found[largest]:.3f}; without privacy, it "
         f"has {found[None]:.3f}."

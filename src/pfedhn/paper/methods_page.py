@@ -108,7 +108,8 @@ def section(name: str, method: Method) -> str:
     place = f"`{name}`: `{method.algorithm.__module__}.{method.algorithm.__qualname__}`"
     if is_variant(method):
         return f"{title}{place} with other defaults.\n\n{method.description}\n\n{settings_table(method)}"
-    return f"{title}{place}\n\n{pseudo_code(method)}\n\n{settings_table(method)}"
+    use = f"**When to use it.** {method.use}\n\n" if method.use else ""
+    return f"{title}{place}\n\n{pseudo_code(method)}\n\n{use}{settings_table(method)}"
 
 
 def wrappers_table() -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from pfedhn.report.entries import Entry
+from pfedhn.report.entries import Entry, display_name
 from pfedhn.storage.schema import Result, Yardstick
 
 Reason: TypeAlias = Literal["diverged", "exploded", "untrained", "guess"]
@@ -16,10 +16,10 @@ EXPLODED = 100  # times the cross-entropy of a uniform guess
 GUESSES = ("own-base-rate", "own-mean")
 
 REASONS: dict[Reason, str] = {
-    "diverged": "its weights stopped being finite",
-    "exploded": "its loss exploded",
-    "untrained": "its best round on validation is the untrained one",
-    "guess": "on validation, it is no better than a guess from each client's labels",
+    "diverged": "weights stopped being finite",
+    "exploded": "the loss exploded",
+    "untrained": "the best round on validation is the untrained one",
+    "guess": "on validation, a guess from each client's labels is as good",
 }
 
 
@@ -39,6 +39,19 @@ class Failure:
     reason: Reason
     seeds: tuple[int, ...]
     num_seeds: int
+
+
+def failure_texts(failures: Iterable[Failure]) -> list[str]:
+    """A sentence for each reason, which names the methods that it holds for."""
+    groups: dict[str, list[str]] = {}
+    for failure in failures:
+        count, total = len(failure.seeds), failure.num_seeds
+        part = "" if count == total else f", with {count} of {total} seeds"
+        groups.setdefault(f"{REASONS[failure.reason]}{part}", []).append(display_name(failure.label))
+    return [
+        f"{' and '.join(filter(None, [', '.join(names), last]))} learned nothing: {reason}."
+        for reason, (*names, last) in groups.items()
+    ]
 
 
 def num_evaluations(entry: Entry) -> int:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from pfedhn.experiments.spec import flat_fields, method_name
 from pfedhn.report.entries import Column, Entry, Report, column_text, counted, display_name, seeds_alike
-from pfedhn.report.failures import GUESSES, LEAST_EVALUATIONS, REASONS, Failure, failure_of, num_evaluations
+from pfedhn.report.failures import GUESSES, LEAST_EVALUATIONS, Failure, failure_of, failure_texts, num_evaluations
 from pfedhn.report.gains import Measure, MeasureName, Numbers, Pairs, losses_of, paired, scores_beside
 from pfedhn.storage.schema import Yardstick
 
@@ -422,7 +422,7 @@ def to_text(verdict: Verdict) -> list[str]:
         found.append(f"No method can be recommended: {reason}.")
     elif len(verdict.failures) > 1:
         found.append("No method learned anything.")
-    found += map(_failure_text, verdict.failures)
+    found += failure_texts(verdict.failures)
     return [*found, *verdict.suggestions]
 
 
@@ -484,13 +484,6 @@ def _difference_text(verdict: Verdict, found: Difference) -> str:
 
 def _clients(found: Difference) -> str:
     return counted(found.num_clients, "client")
-
-
-def _failure_text(failure: Failure) -> str:
-    part = (
-        "" if len(failure.seeds) == failure.num_seeds else f", with {len(failure.seeds)} of {failure.num_seeds} seeds"
-    )
-    return f"{display_name(failure.label)} learned nothing: {REASONS[failure.reason]}{part}."
 
 
 def complaint(verdict: Verdict) -> str:
