@@ -533,9 +533,9 @@ def test_the_summary_marks_the_best_and_what_cannot_be_told_from_it(tmp_path: Pa
     assert "| pFedHN-PC |" not in table  # not run
     assert row(differences, "pFedHN")[2] == f"{90.0 - 88.38:+.1f}"
     said = " ".join(table.split())
-    assert "pFedHN or pFedHN-PC is best, or tied with the best of all methods here, in 1 of 1 columns" in said
+    assert "pFedHN or pFedHN-PC is best, or tied with the best of all methods, in 1 of 1 columns" in said
     assert "by 5 to 5 points" in said
-    assert "One of our rows" not in said  # not run: nothing is claimed
+    assert "One of our variants" not in said  # not run: nothing is claimed
     assert "against the best method that is not ours" not in said
 
 
@@ -554,19 +554,20 @@ def test_the_summary_says_whose_recipe_a_row_is_and_what_ours_gains(tmp_path: Pa
     )
     beginnings = [line.split(" | ")[0].strip("| ") for line in text.splitlines() if line.startswith("| ")]
     assert beginnings[1 : beginnings.index("column")] == [
-        *("*The paper's methods, by its recipe:*", "FedPer", "pFedHN"),
-        *("*Our stronger recipe of pFedHN:*", "pFedHN+"),
+        *("*The paper's methods, with its settings:*", "FedPer", "pFedHN"),
+        *("*Our variants of pFedHN:*", "pFedHN+"),
         *("*Baselines that are not in the paper:*", "Ditto", "FedBABU"),
     ]
     said = " ".join(text.split())
-    assert "pFedHN or pFedHN-PC is best, or tied with the best of all methods here, in 0 of 1 columns." in said
+    assert "pFedHN or pFedHN-PC is best, or tied with the best of all methods, in 0 of 1 columns." in said
     missing = "FedAvg + FT, Per-FedAvg (HF), Ditto, FedRep, FedALA, APFL"
     assert (
-        "One of our rows is best, or tied with the best, in 1 of the 1 columns where they have three seeds; pFedHN+ "
-        f"alone in 1 of 1 ({missing} with fewer than three seeds in some of these)." in said
+        "One of our variants is best, or tied with the best, in 1 of the 1 columns where they have three seeds. "
+        f"pFedHN+ leads or ties in 1 of 1. {missing} have fewer than three seeds in some of these." in said
     )
-    assert "pFedHN+ minus pFedHN is +2.2 to +2.2 points, one point or more in 1 of 1 columns." in said
-    assert "pFedHN+-PC minus" not in said
+    gains = text.split("Our variants minus the paper's methods")[1]
+    assert row(gains, "pFedHN+ minus pFedHN")[1:] == ["+2.2 to +2.2", "1 of 1"]
+    assert "| pFedHN+-PC minus" not in gains
     assert row(text, "Ditto")[2] == "98.0 (*1 seed*)"
     line = row(text, "CIFAR-10, 50")
     assert line[1:] == ["Ditto", "-9.0", "too few seeds (1)", "", ""]
@@ -578,7 +579,7 @@ def test_a_tie_of_ours_that_is_behind_with_every_seed_is_called_so(tmp_path: Pat
         runs = pretended({**ours, "fedbabu": rival})
         text = " ".join(results_summary.summary(stored_tables.read_results(stored(tmp_path, runs))).split())
         assert "or tied with the best, in 1 of the 1 columns" in text
-        assert ("behind it with every seed in 1 of them" in text) is is_behind
+        assert ("In 1 of them, it is worse than the best on every seed." in text) is is_behind
 
 
 def test_a_table_says_where_steps_were_left_out() -> None:
