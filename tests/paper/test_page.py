@@ -1,4 +1,4 @@
-"""The pages of the rest of the paper are what their command makes of the stored results."""
+"""The page of the rest of the paper is what its command makes of the stored results."""
 
 from pathlib import Path
 
@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[2]
 def test_the_pages_are_what_the_command_makes() -> None:
     shown = paper_page.found(ROOT / "results")
     assert (ROOT / "docs" / "paper.md").read_text() == paper_page.page(shown)
-    assert (ROOT / "docs" / "paper-numbers.md").read_text() == paper_page.numbers(shown)
     networks = (ROOT / "docs" / "networks.md").read_text()
     assert networks == paper_page.with_sections(networks, shown)
     stems = [finding.stem(figure) for finding in shown for figure in finding.figures]
@@ -22,15 +21,15 @@ def test_the_pages_are_what_the_command_makes() -> None:
     assert {file.name for file in (ROOT / "docs" / "figures").glob("paper-*.*")} == named
 
 
-def test_long_tables_stand_on_the_second_page() -> None:
+def test_long_tables_are_folded() -> None:
     short, long = [["a", "b"], ["1", "2"]], [["a", "b"], *([[str(n), "long"] for n in range(paper_page.LONG)])]
     finding = Finding("depth", "Depth", "See.", [(short, "Short."), (long, "Long.")], {"": object})
-    page, numbers = paper_page.page([finding]), paper_page.numbers([finding])
+    page, folded = paper_page.page([finding]).split('<details markdown="1">')
     assert "See." in page
     assert "(figures/paper-depth.svg#only-light)\n" in page
     assert "(figures/paper-depth-dark.svg#only-dark)" in page
     assert "| 1 | 2 |" in page
     assert "long" not in page
-    assert "paper-numbers.md#depth" in page
-    assert "| 3 | long |" in numbers
-    assert "Short." not in numbers
+    assert f"<summary>All numbers ({paper_page.LONG} lines)</summary>" in folded
+    assert "| 3 | long |" in folded.split("</details>")[0]
+    assert "Short." not in folded

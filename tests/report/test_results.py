@@ -29,7 +29,6 @@ from pfedhn.paper.experiments import EXPERIMENTS
 from pfedhn.paper.pages import between
 from pfedhn.report.entries import Report, collect, display_name, to_reports
 from pfedhn.report.figures import figures_of
-from pfedhn.report.findings import Finding
 from pfedhn.report.results import Runs, export, read, read_file, to_line, without_folders
 from pfedhn.report.tables import caption, grid, to_csv, to_latex, to_markdown
 from pfedhn.storage.identity import settings_of
@@ -499,13 +498,13 @@ def test_the_page_is_what_the_command_makes() -> None:
     reports, notes = stored_tables.read_results(results), (results / "notes.md").read_text()
     made = {
         ROOT / "docs" / "results.md": results_summary.summary(reports),
-        ROOT / "docs" / "results-log.md": results_log.page(reports, notes, results_log.read_tuning(results)),
+        results / "log.md": results_log.page(reports, notes, results_log.read_tuning(results)),
         results / "results.csv": stored_tables.table_of_runs(results),
     }
     for file, text in made.items():
         assert file.read_text() == text, f"`make results` writes {file.name} anew"
     assert len(made[ROOT / "docs" / "results.md"].split()) < 1_600  # a short page, tables counted in
-    block = results_summary.readme_block(reports, stored_tables.read_ladder(results))
+    block = results_summary.readme_block(reports)
     readme = (ROOT / "README.md").read_text()
     assert between(readme, *results_summary.README_MARKS, block) == readme
     pictures = {file.name: file.stat().st_size for file in (ROOT / "docs" / "figures").glob("results-*.*")}
@@ -534,9 +533,9 @@ def test_the_summary_marks_the_best_and_what_cannot_be_told_from_it(tmp_path: Pa
     assert "| pFedHN-PC |" not in table  # not run
     assert row(differences, "pFedHN")[2] == f"{90.0 - 88.38:+.1f}"
     said = " ".join(table.split())
-    assert "pFedHN or pFedHN-PC is best, or tied with the best of all methods here, in 1 of 1 columns" in said
+    assert "pFedHN or pFedHN-PC is best, or tied with the best of all methods, in 1 of 1 columns" in said
     assert "by 5 to 5 points" in said
-    assert "One of our rows" not in said  # not run: nothing is claimed
+    assert "One of our variants" not in said  # not run: nothing is claimed
     assert "against the best method that is not ours" not in said
 
 
@@ -555,19 +554,20 @@ def test_the_summary_says_whose_recipe_a_row_is_and_what_ours_gains(tmp_path: Pa
     )
     beginnings = [line.split(" | ")[0].strip("| ") for line in text.splitlines() if line.startswith("| ")]
     assert beginnings[1 : beginnings.index("column")] == [
-        *("*The paper's methods, by its recipe:*", "FedPer", "pFedHN"),
-        *("*Our stronger recipe of pFedHN:*", "pFedHN+"),
+        *("*The paper's methods, with its settings:*", "FedPer", "pFedHN"),
+        *("*Our variants of pFedHN:*", "pFedHN+"),
         *("*Baselines that are not in the paper:*", "Ditto", "FedBABU"),
     ]
     said = " ".join(text.split())
-    assert "pFedHN or pFedHN-PC is best, or tied with the best of all methods here, in 0 of 1 columns." in said
+    assert "pFedHN or pFedHN-PC is best, or tied with the best of all methods, in 0 of 1 columns." in said
     missing = "FedAvg + FT, Per-FedAvg (HF), Ditto, FedRep, FedALA, APFL"
     assert (
-        "One of our rows is best, or tied with the best, in 1 of the 1 columns where they have three seeds; pFedHN+ "
-        f"alone in 1 of 1 ({missing} with fewer than three seeds in some of these)." in said
+        "One of our variants is best, or tied with the best, in 1 of the 1 columns where they have three seeds. "
+        f"pFedHN+ leads or ties in 1 of 1. {missing} have fewer than three seeds in some of these." in said
     )
-    assert "pFedHN+ minus pFedHN is +2.2 to +2.2 points, one point or more in 1 of 1 columns." in said
-    assert "pFedHN+-PC minus" not in said
+    gains = text.split("Our variants minus the paper's methods")[1]
+    assert row(gains, "pFedHN+ minus pFedHN")[1:] == ["+2.2 to +2.2", "1 of 1"]
+    assert "| pFedHN+-PC minus" not in gains
     assert row(text, "Ditto")[2] == "98.0 (*1 seed*)"
     line = row(text, "CIFAR-10, 50")
     assert line[1:] == ["Ditto", "-9.0", "too few seeds (1)", "", ""]
@@ -579,7 +579,7 @@ def test_a_tie_of_ours_that_is_behind_with_every_seed_is_called_so(tmp_path: Pat
         runs = pretended({**ours, "fedbabu": rival})
         text = " ".join(results_summary.summary(stored_tables.read_results(stored(tmp_path, runs))).split())
         assert "or tied with the best, in 1 of the 1 columns" in text
-        assert ("behind it with every seed in 1 of them" in text) is is_behind
+        assert ("In 1 of them, it is worse than the best on every seed." in text) is is_behind
 
 
 def test_a_table_says_where_steps_were_left_out() -> None:
@@ -670,19 +670,35 @@ def test_more_seeds_of_a_pair_narrow_its_interval(tmp_path: Path) -> None:
     assert row(texts[0], "pFedHN")[2].strip("*") == row(texts[1], "pFedHN")[2]  # the table keeps its three
 
 
-def test_readme_gets_the_sentences_and_the_picture(tmp_path: Path) -> None:
-    runs = pretended({"pfedhn": {0: 88.0, 1: 87.0, 2: 89.0}, "pfedhn-plus": {0: 90.0, 1: 89.5, 2: 91.0}})
+def test_readme_gets_a_finding_a_table_and_a_figure(tmp_path: Path) -> None:
+    runs = pretended(
+        {
+            "local": {0: 80.0, 1: 81.1, 2: 82.0},
+            "pfedhn": {0: 88.0, 1: 87.0, 2: 89.0},
+            "ditto": {0: 99.0},  # too few seeds to be compared
+            "fedbabu": {0: 86.0, 1: 85.1, 2: 87.0},
+            "pfedhn-plus": {0: 90.0, 1: 89.5, 2: 91.0},
+        }
+    )
     reports = stored_tables.read_results(stored(tmp_path, runs))
     block = results_summary.readme_block(reports)
-    assert results_summary.said(reports) in block
+    assert (
+        "**pFedHN+ is best, or tied with the best, in 1 of 1 rows.** pFedHN with the paper's settings is in 0." in block
+    )
+    assert row(block, "CIFAR-10, 50")[1:] == ["80.0", "", "85.0 (FedBABU)", "87.0", "**89.2**", ""]
+    assert "run again with 4 methods" in block
     assert results_figures.said_of_bytes(reports) in block
     assert 'srcset="docs/figures/results-bytes-dark.svg"' in block
     alone = stored_tables.read_results(stored(tmp_path, pretended({"pfedhn": {0: 88.0}})))
     assert "<picture>" not in results_summary.readme_block(alone)
-    assert stored_tables.read_ladder(tmp_path) is None
-    ladder = Finding("ablation-cifar10", "Ladder", 'The largest step is "+ decay".', (), {"": object})
-    block = results_summary.readme_block(alone, ladder)
-    assert 'alt="The largest step is &quot;+ decay&quot;." src="docs/figures/paper-ablation-cifar10.svg"' in block
+    assert "is best" not in results_summary.readme_block(alone)
+
+
+@pytest.mark.slow
+def test_the_results_in_readme_are_short() -> None:
+    readme = (ROOT / "README.md").read_text()
+    block = readme.split(results_summary.README_MARKS[0])[1].split(results_summary.README_MARKS[1])[0]
+    assert len([line for line in block.splitlines() if line.startswith("|")]) <= 10  # eight rows under a heading
 
 
 @pytest.mark.slow
@@ -757,11 +773,11 @@ def test_the_page_marks_empty_cells_and_single_seeds(tmp_path: Path) -> None:
     runs = pretended({"pfedhn": {0: 89.0, 1: 90.0, 2: 91.0}, "fedavg": {0: 48.0}})
     text = results_log.page(stored_tables.read_results(stored(tmp_path, runs)), "", [])
     table = text[text.index("## Table 1, CIFAR-10") :]
-    assert row(table[: table.index("![")], "pFedHN") == [
+    assert row(table[: table.index("<picture>")], "pFedHN") == [
         *("pFedHN", "—<br>paper 90.83 ± 1.56", "**89.00 ± 1.00** (3 seeds)<br>paper 88.38 ± 0.29<br>+0.62"),
         "—<br>paper 87.97 ± 0.70",
     ]
-    assert row(table[: table.index("![")], "FedAvg")[2] == "**47.00** (*1 seed*)<br>paper 47.79 ± 4.48<br>-0.79"
+    assert row(table[: table.index("<picture>")], "FedAvg")[2] == "**47.00** (*1 seed*)<br>paper 47.79 ± 4.48<br>-0.79"
     long = row(table, "pFedHN", "50")
     assert long[2:] == ["89.00 ± 1.00", "90.00 ± 1.00", "5,000", "1.0 GB", "2.0 GB", "10 min"]
     made = table[table.index("| rates |") :]
@@ -851,9 +867,9 @@ def test_the_command_writes_the_page_and_its_pictures(tmp_path: Path) -> None:
     assert all(b"<svg" in file.read_bytes() for file in pictures)
     assert "| pFedHN |" in (tmp_path / "docs" / "results.md").read_text()
     assert len((results / "results.csv").read_text().splitlines()) == 3
-    text = (tmp_path / "docs" / "results-log.md").read_text()
-    assert "(figures/results-cifar10-50.svg#only-light)\n" in text
-    assert "(figures/results-cifar10-50-dark.svg#only-dark)" in text
+    text = (results / "log.md").read_text()
+    assert 'src="../docs/figures/results-cifar10-50.svg"' in text
+    assert 'srcset="../docs/figures/results-cifar10-50-dark.svg"' in text
     tables = re.split(r"\n\n(?=\|)", text)[1:]
     for table in tables:
         lines = [line for line in table.split("\n\n")[0].splitlines()]

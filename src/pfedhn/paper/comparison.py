@@ -13,14 +13,14 @@ from pfedhn.report.pairs import LEAST_SEEDS, Difference, difference, scores
 
 NOT_RUN = "—"
 OURS = ("pfedhn", "pfedhn-pc")
-RECIPES = ("pfedhn-plus", "pfedhn-shared")  # of ours; the other rows are their forms
+RECIPES = ("pfedhn-plus", "pfedhn-shared")  # our main variants
 NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "omniglot": "Omniglot", "mnist": "MNIST"}
 SUMMARIZED = ("cifar10", "cifar100", "omniglot")
 
-# The rows of a table under headings that say whose recipe they are.
+# The methods of a table under headings that say whose they are.
 GROUPS: Mapping[str, Collection[str]] = {
-    "The paper's methods, by its recipe": list(CIFAR10),
-    "Our stronger recipe of pFedHN": STRONGER,
+    "The paper's methods, with its settings": list(CIFAR10),
+    "Our variants of pFedHN": STRONGER,
     "Baselines that are not in the paper": [name for name in ALGORITHMS if name not in (*CIFAR10, *STRONGER)],
 }
 

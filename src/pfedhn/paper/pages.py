@@ -1,5 +1,6 @@
 """What generated pages are made of: templates, tables, figures."""
 
+import html
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,16 @@ def wrapped(text: str) -> str:
 def shown_figure(name: str, alt: str) -> str:
     """A figure of a page, of which the site shows the one for light or the one for dark."""
     return f"![{alt}](figures/{name}.svg#only-light)\n![{alt}](figures/{name}-dark.svg#only-dark)"
+
+
+def picture(name: str, alt: str, docs: str) -> str:
+    """Show a figure on a page that does not know `#only-dark`, such as a README."""
+    words = html.escape(alt, quote=False).replace('"', "&quot;")
+    return f"""\
+<picture>
+  <source media="(prefers-color-scheme: dark)" srcset="{docs}/figures/{name}-dark.svg">
+  <img alt="{words}" src="{docs}/figures/{name}.svg">
+</picture>"""
 
 
 def markdown(lines: Sequence[Sequence[str]], left: int = 1, breaks: bool = False) -> str:

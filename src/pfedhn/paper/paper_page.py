@@ -1,4 +1,4 @@
-"""Write docs/paper.md, docs/paper-numbers.md, parts of docs/networks.md and their figures from the lines in results/.
+"""Write docs/paper.md, parts of docs/networks.md and their figures from the lines in results/.
 
 The figures of docs/hospitals.md are written, too.
 
@@ -20,12 +20,12 @@ from pfedhn.report.tables import markdown_table
 from pfedhn.system.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[3]
-LONG = 21  # lines of a table, its heading too; a longer one stands on the page of numbers
+LONG = 21  # lines of a table, its heading too; a longer one is folded
 
 SHOWN = """\
-Below are the studies that have been run, in the order of the paper, with its values beside ours where it has any;
-[what is below them, and why](results-log.md#below-the-paper-in-its-other-experiments). To redraw the figures from the
-stored results: `pfedhn report results --out report`.
+Below are the studies that have been run, in the order of the paper, with its values beside ours. `results/log.md` in
+the repository says which of our values are below the paper's, and why. To redraw the figures from the stored results:
+`pfedhn report results --out report`.
 """
 NONE_SHOWN = """\
 None of these has a stored result yet, so there is nothing to show here. With `--small`, each runs on the digits in
@@ -56,7 +56,8 @@ def section(finding: Finding) -> list[str]:
         if len(lines) <= LONG:
             parts += [markdown_table(lines), caption]
         else:
-            parts.append(f"The numbers are [a table of {len(lines) - 1} lines](paper-numbers.md#{finding.name}).")
+            summary = f"<summary>All numbers ({len(lines) - 1} lines)</summary>"
+            parts += ['<details markdown="1">', summary, markdown_table(lines), caption, "</details>"]
     return parts
 
 
@@ -68,16 +69,6 @@ def with_sections(text: str, shown: Sequence[Finding]) -> str:
         parts = section(by_name[name]) if name in by_name else [f"It has no stored result yet: `pfedhn run {name}`."]
         text = between(text, mark, mark, "\n{}\n\n".format("\n\n".join(parts)))
     return text
-
-
-def numbers(shown: Sequence[Finding]) -> str:
-    parts = []
-    for finding in shown:
-        long = [(lines, caption) for lines, caption in finding.tables if len(lines) > LONG]
-        parts += [f"## {finding.name}"] if long else []
-        for lines, caption in long:
-            parts += [markdown_table(lines), caption]
-    return filled("paper-numbers", tables="\n\n".join(parts) or "There are none yet.")
 
 
 def commands() -> str:
@@ -98,7 +89,6 @@ def build(results: Path, docs: Path) -> None:
     networks = docs / "networks.md"
     write_atomically(networks, with_sections(networks.read_text(), shown).encode())
     write_atomically(docs / "paper.md", page(shown).encode())
-    write_atomically(docs / "paper-numbers.md", numbers(shown).encode())
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def raced(every: Sequence[Report]) -> list[Place]:
 
 
 def said_of_bytes(every: Sequence[Report]) -> str:
-    """What to see in the figure of accuracy against bytes."""
+    """Say what the figure of accuracy against bytes shows."""
     early, needed = [], []
     for place in raced(every):
         name, lines = NAMES[place.column[0]], best_of(place.report, place.column)
@@ -49,8 +49,8 @@ def said_of_bytes(every: Sequence[Report]) -> str:
             continue
         if (size := megabytes_to(stronger, goal.mean)) is not None:
             needed.append(f"{size:.0f} of {max(mean_line(paper)):.0f} MB on {name}")
-    text = f"With a tenth of the bytes, before any fine-tuning, ahead of all are {' and '.join(early)}."
+    text = f"With a tenth of the bytes, before any fine-tuning, the best methods are {' and '.join(early)}."
     if needed:
         mine, theirs = display_name("pfedhn-plus"), display_name("pfedhn")
-        text += f" {mine}, our recipe (thick), is where the paper's {theirs} ends after {' and '.join(needed)}."
+        text += f" {mine} (thick line) reaches the final accuracy of the paper's {theirs} after {' and '.join(needed)}."
     return text

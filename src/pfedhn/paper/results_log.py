@@ -22,7 +22,7 @@ from pfedhn.paper.comparison import (
 )
 from pfedhn.paper.drawing import mean_curve
 from pfedhn.paper.experiments import RATES_TAKEN_FROM
-from pfedhn.paper.pages import filled, markdown, shown_figure
+from pfedhn.paper.pages import filled, markdown, picture
 from pfedhn.paper.results_figures import pictured
 from pfedhn.paper.stored_tables import SEEDS
 from pfedhn.report.entries import Entry, Report, Summary, counted, display_name
@@ -85,10 +85,11 @@ def bar(entry: Entry) -> Bar | None:
 
 
 def page(every: Sequence[Report], notes: str, tuning: Sequence[Mapping[str, Any]]) -> str:
+    """Write the log, which stands beside the stored results and not on the site."""
     reports = [compared(report) for report in every]
     tables = [part for report, whole in zip(reports, every, strict=True) for part in table_section(report, whole)]
     return filled(
-        "results-log",
+        "log",
         pairs_are=PAIRS_ARE[0].upper() + PAIRS_ARE[1:],
         tables="\n\n".join(tables),
         bars=markdown(bars(every)),
@@ -102,7 +103,7 @@ def table_section(report: Report, whole: Report) -> list[str]:
     """What there is of a table: its grid, figures, costs, origins and paired differences."""
     parts = [f"## {report.title}", markdown(grid(report))]
     for (dataset, clients), name in pictured(report).items():
-        parts.append(shown_figure(name, f"{dataset}, {clients} clients: accuracy against communication"))
+        parts.append(picture(name, f"{dataset}, {clients} clients: accuracy against communication", "../docs"))
     if not finished_entries([report]):
         return [*parts, "No run of this table is stored yet."]
     parts += [markdown(costs(report)), markdown(origins(report))]

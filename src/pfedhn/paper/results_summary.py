@@ -1,16 +1,14 @@
 """The short results page and the block of results in the README."""
 
-import html
 from collections.abc import Sequence
 from statistics import median
 
 from pfedhn.paper.comparison import OURS, RECIPES, Place, counts_text, grouped, places_of
 from pfedhn.paper.experiments import BEYOND_THE_PAPER
-from pfedhn.paper.pages import filled, markdown, shown_figure, wrapped
+from pfedhn.paper.pages import filled, markdown, picture, shown_figure, wrapped
 from pfedhn.paper.results_figures import TRAFFIC, raced, said_of_bytes
 from pfedhn.paper.stored_tables import SAME_TRAINING, SEEDS, STRONGER
 from pfedhn.report.entries import Report, display_name
-from pfedhn.report.findings import Finding
 from pfedhn.report.pairs import interval_text
 from pfedhn.report.tables import number_text
 
@@ -22,7 +20,7 @@ def summary(every: Sequence[Report]) -> str:
     heading = ["method", *(place.name for place in places)]
     table = [heading, *grouped(labels, lambda label: [ours(label, place) for place in places])]
     differences = [[display_name(label), *(from_paper(label, place) for place in places)] for label in labels]
-    against, of_bytes = stronger_table(places_of(every)), ""
+    against, gains, of_bytes = stronger_table(places_of(every)), gains_table(places_of(every)), ""
     if raced(every):
         of_bytes = f"{said_of_bytes(every)}\n\n{shown_figure(TRAFFIC, 'Accuracy against bytes')}"
     return filled(
@@ -30,13 +28,16 @@ def summary(every: Sequence[Report]) -> str:
         said=said(every),
         table=markdown(table),
         against=f"{AGAINST}\n\n{markdown(against)}" if len(against) > 1 else "",
+        gains=f"{GAINS}\n\n{markdown(gains)}" if len(gains) > 1 else "",
         bytes=of_bytes,
         differences=markdown([heading, *(line for line in differences if any(line[1:]))]),
     )
 
 
 AGAINST = """\
-Our two recipes minus the best method that is not ours, over all seeds that both have, in points with 95 % intervals:"""
+Our two main variants minus the best method that is not ours, over all seeds that both have, in points with 95 %
+intervals:"""
+GAINS = "Our variants minus the paper's methods, seed by seed, from the smallest difference to the largest:"
 
 
 def ours(label: str, place: Place) -> str:
@@ -58,24 +59,24 @@ def from_paper(label: str, place: Place) -> str:
 
 
 def said(every: Sequence[Report]) -> str:
-    """What the numbers come to, in sentences that are made of them."""
+    """Write the findings, in sentences that are made of the numbers."""
     places = [place for place in places_of(every) if place.is_summarized]
     lines = []
     for is_ours, what in (
-        (True, "pFedHN and pFedHN-PC, with their authors' rates,"),
-        (False, "The six baselines of the paper, with rates tuned on its grids,"),
+        (True, "pFedHN and pFedHN-PC, with their authors' learning rates,"),
+        (False, "The paper's six baselines, tuned on its grids,"),
     ):
         entries = [entry for place in places for entry in place.entries if (entry.cell.method in OURS) is is_ours]
         gaps = [gap for entry in entries if (gap := entry.difference()) is not None]
         if gaps:
             lines.append(
-                f"- {what} come out {min(gaps):+.1f} to {max(gaps):+.1f} points from the paper "
+                f"- {what} differ from the paper by {min(gaps):+.1f} to {max(gaps):+.1f} points "
                 f"(median {median(gaps):+.1f})."
             )
     if decided := [place for place in places if place.leaders]:
         ahead = sum(bool(place.leaders & set(OURS)) for place in decided)
         lines.append(
-            f"- By the paper's recipe, pFedHN or pFedHN-PC is best, or tied with the best of all methods here, in "
+            f"- With the paper's settings, pFedHN or pFedHN-PC is best, or tied with the best of all methods, in "
             f"{ahead} of {len(decided)} columns."
         )
     lines += _said_of_stronger(places_of(every))
@@ -83,14 +84,14 @@ def said(every: Sequence[Report]) -> str:
     over = [a.mean - b.mean for one, other in pairs if one and other and (a := one.test()) and (b := other.test())]
     if over:
         lines.append(
-            f"- Training alone (Local) beats one shared model (FedAvg) by {min(over):.0f} to {max(over):.0f} points: "
-            "on splits like these, compare with Local."
+            f"- Training alone (Local) beats one shared model (FedAvg) by {min(over):.0f} to {max(over):.0f} points. "
+            "On splits like these, compare with Local."
         )
     return "\n".join(map(wrapped, lines))
 
 
 def _said_of_stronger(every: Sequence[Place]) -> list[str]:
-    """In how many columns our recipe leads, and how far it is above the paper's."""
+    """Count the columns in which our variants lead."""
     told = []
     stronger = set(STRONGER)
     for is_summarized, where in ((True, "columns where they have three seeds"), (False, "columns of MNIST")):
@@ -104,32 +105,25 @@ def _said_of_stronger(every: Sequence[Place]) -> list[str]:
         missing = [name for name in rivals if not all(name in place.judged for place in places)]
         few = ", ".join(map(display_name, missing))
         told.append(
-            f"- One of our rows is best, or tied with the best, in {len(leading)} of the {len(places)} {where}"
-            + (f", behind it with every seed in {behind} of them" if behind else "")
-            + (f"; {listed}" if (listed := _counts(places)) else "")
-            + (f" ({few} with fewer than three seeds in some of these)." if few else ".")
+            f"- One of our variants is best, or tied with the best, in {len(leading)} of the {len(places)} {where}."
+            + (f" In {behind} of them, it is worse than the best on every seed." if behind else "")
+            + (f" {listed}." if (listed := _counts(places)) else "")
+            + (f" {few} {'have' if ',' in few else 'has'} fewer than three seeds in some of these." if few else "")
         )
-    parts = []
-    for mine, theirs in STRONGER.items():
-        gaps = [place.minus(mine, theirs) for place in every if place.is_summarized and mine not in SAME_TRAINING]
-        gains = [gap.mean for gap in gaps if gap is not None and gap.ends]
-        if gains:
-            parts.append(
-                f"{display_name(mine)} minus {display_name(theirs)} is {min(gains):+.1f} to {max(gains):+.1f} points, "
-                f"one point or more in {sum(gain >= 1 for gain in gains)} of {len(gains)} columns"
-            )
-    return told + ([f"- Seed by seed, {'; '.join(parts)}."] if parts else [])
+    return told
 
 
 def _counts(places: Sequence[Place]) -> str:
-    """How often each recipe of ours is among those that lead, and how often it is behind with every seed then."""
+    """Count how often each of our variants leads or ties, and how often it is then worse on every seed."""
     told = []
     for name in RECIPES:
         leading = [place for place in places if name in place.leaders]
         behind = sum(not place.wins_a_seed(name) for place in leading)
         if leading:
-            text = f"{display_name(name)} alone in {len(leading)} of {sum(name in place.judged for place in places)}"
-            told.append(text + (f" ({behind} behind)" if behind else ""))
+            num_judged = sum(name in place.judged for place in places)
+            verb = "" if told else "leads or ties "
+            text = f"{display_name(name)} {verb}in {len(leading)} of {num_judged}"
+            told.append(text + (f" (worse on every seed in {behind})" if behind else ""))
     return ", ".join(told)
 
 
@@ -150,31 +144,64 @@ def stronger_table(places: Sequence[Place]) -> list[list[str]]:
     return lines
 
 
+def gains_table(places: Sequence[Place]) -> list[list[str]]:
+    """A row for each of our variants: how much better it is than the method of the paper that it changes."""
+    lines = [["difference", "points", "columns with a point or more"]]
+    for mine, theirs in STRONGER.items():
+        gaps = [place.minus(mine, theirs) for place in places if place.is_summarized and mine not in SAME_TRAINING]
+        gains = [gap.mean for gap in gaps if gap is not None and gap.ends]
+        if gains:
+            pair = f"{display_name(mine)} minus {display_name(theirs)}"
+            most = f"{sum(gain >= 1 for gain in gains)} of {len(gains)}"
+            lines.append([pair, f"{min(gains):+.1f} to {max(gains):+.1f}", most])
+    return lines
+
+
 README_MARKS = ("<!-- results -->\n", "<!-- end of results -->")
+NAMED = ("local", "fedavg", "pfedhn", *RECIPES)  # the methods with a column in README
 
 
-def readme_block(every: Sequence[Report], ladder: Finding | None = None) -> str:
-    """What README says of the results, between its two marks; with the ablation's figure once that has been run."""
-    parts = [README_OPENING, said(every)]
+def readme_block(every: Sequence[Report]) -> str:
+    """Write what README says of the results, between its two marks: a finding, a table and a figure."""
+    places = [place for place in places_of(every) if place.is_summarized and place.means]
+    num_methods = len({label for place in places for label in place.means})
+    parts = [readme_finding(places), README_TABLE_IS.format(num_methods=num_methods), markdown(readme_table(places))]
     if raced(every):
-        parts.append(readme_figure(TRAFFIC, f"Test accuracy against megabytes per client. {said_of_bytes(every)}"))
-    if ladder is not None:
-        parts.append("What each part of the stronger recipe does ([numbers](docs/paper.md)):")
-        parts.append(readme_figure(f"paper-{ladder.stem('')}", ladder.sentence))
-    return "\n\n".join(parts) + "\n"
+        parts.append(picture(TRAFFIC, f"Test accuracy against megabytes per client. {said_of_bytes(every)}", "docs"))
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def readme_figure(name: str, alt: str) -> str:
-    """A figure for a page that does not know `#only-dark`."""
-    words = html.escape(alt, quote=False).replace('"', "&quot;")
-    return f"""\
-<picture>
-  <source media="(prefers-color-scheme: dark)" srcset="docs/figures/{name}-dark.svg">
-  <img alt="{words}" src="docs/figures/{name}.svg">
-</picture>"""
+def readme_finding(places: Sequence[Place]) -> str:
+    """Count the rows in which our best method leads, and those in which the paper's does."""
+    decided = [place for place in places if place.leaders]
+    counts = {name: sum(name in place.leaders for place in decided) for name in ("pfedhn", *RECIPES)}
+    best = max(RECIPES, key=lambda name: counts[name])
+    if not counts[best]:
+        return ""
+    first = f"**{display_name(best)} is best, or tied with the best, in {counts[best]} of {len(decided)} rows.**"
+    return f"{first} pFedHN with the paper's settings is in {counts['pfedhn']}."
 
 
-README_OPENING = """\
-Table 1 of the paper, run again: its eight methods by its own recipe, *our* stronger recipe of pFedHN (pFedHN+ and
-pFedHN+-PC; FT: with fine-tuning; pFedHN-S: on top of a shared model), and baselines that the paper does not have. From
-the [results](docs/results.md):"""
+def readme_table(places: Sequence[Place]) -> list[list[str]]:
+    """A row for each column of Table 1: the methods that README names, and the best of the others that are not ours."""
+    lines = [["data set, clients", "Local", "FedAvg", "best other method", "pFedHN", *map(display_name, RECIPES)]]
+    for place in places:
+
+        def mean(label: str, place: Place = place) -> str:
+            text = f"{place.means[label]:.1f}" if label in place.means else ""
+            return f"**{text}**" if label in place.leaders else text
+
+        others = [label for label in place.means if label not in (*NAMED, *STRONGER)]
+        rival = max(others, key=lambda label: place.means[label], default=None)
+        other = "" if rival is None else f"{mean(rival)} ({display_name(rival)})"
+        shown = [mean(label) for label in NAMED]
+        lines.append([place.name, *shown[:2], other, *shown[2:]])
+    return lines
+
+
+README_TABLE_IS = """\
+The table is the paper's Table 1, run again with {num_methods} methods. It shows the test accuracy of each client's own
+model on its own test examples, in percent, as the mean over clients and over three seeds. **Bold** is the best of all
+methods, or tied with it: the 95 % interval of the paired difference contains zero. pFedHN+ and pFedHN-S are ours.
+pFedHN+ has [stronger settings](docs/fidelity.md#our-stronger-recipe); pFedHN-S adds a generated part to a shared model.
+See the [results](docs/results.md) for every method, with deviations and intervals."""

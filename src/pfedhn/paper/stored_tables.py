@@ -14,9 +14,7 @@ from pfedhn.experiments.build import cell_algorithm
 from pfedhn.experiments.spec import Cell, Experiment, RunSpec
 from pfedhn.paper.experiments import EXPERIMENTS
 from pfedhn.report.entries import Report, to_reports
-from pfedhn.report.findings import Finding
 from pfedhn.report.results import Runs, read_file
-from pfedhn.report.study import findings
 from pfedhn.storage.identity import settings_of
 from pfedhn.storage.schema import Curve, Result
 
@@ -139,10 +137,3 @@ def csv_line(experiment: str, result: Result) -> dict[str, Any]:
         "settings": json.dumps(result.settings, sort_keys=True),
         "command": result.command,
     }
-
-
-def read_ladder(results: Path) -> Finding | None:
-    """What the ablation on CIFAR-10 shows; None while it has no stored run."""
-    file = results / "ablation-cifar10.jsonl"
-    found = findings(read_file(file)) if file.exists() else []
-    return next((finding for finding in found if finding.figures), None)
