@@ -115,7 +115,7 @@ def _said_of_stronger(every: Sequence[Place]) -> list[str]:
 
 def _counts(places: Sequence[Place]) -> str:
     """Count how often each of our variants leads or ties, and how often it is then worse on every seed."""
-    told = []
+    told: list[str] = []
     for name in RECIPES:
         leading = [place for place in places if name in place.leaders]
         behind = sum(not place.wins_a_seed(name) for place in leading)
