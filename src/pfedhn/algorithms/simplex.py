@@ -53,8 +53,17 @@ def least_weights(matrices: Tensor) -> Tensor:
 
 
 def _solved(matrix: Tensor, right: Tensor) -> Tensor:
-    """The solution of a positive definite system; not a number where it is not definite."""
-    return torch.cholesky_solve(right, torch.linalg.cholesky_ex(matrix).L)
+    """The solution of a positive definite system; not a number where it is not definite.
+
+    Elimination in plain operations: PyTorch's solvers call a library that cannot be captured in a CUDA graph.
+    """
+    size = matrix.shape[-1]
+    both, places = torch.cat([matrix, right], -1), torch.arange(size, device=matrix.device)[:, None]
+    for place in range(size):  # a positive definite matrix needs no pivots
+        pivot = both[..., place : place + 1, place : place + 1]
+        row = both[..., place : place + 1, :] / torch.where(pivot > 0, pivot, torch.nan)
+        both = torch.where(places == place, row, both - both[..., :, place : place + 1] * row)
+    return both[..., size:]
 
 
 def _longest(values: Tensor, step: Tensor) -> Tensor:
