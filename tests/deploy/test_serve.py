@@ -75,6 +75,15 @@ def test_a_server_with_an_authority_of_one_s_own(site: Site) -> None:
     assert site.known()["round"] == 0
 
 
+def test_a_spec_that_waits_for_statistics_is_checked_before_anything_starts(tmp_path: Path) -> None:
+    text = SPEC.replace('"mlp-4"', '"linear"').replace("classes = 2", 'classes = "federation"')
+    (tmp_path / "spec.toml").write_text(f'method = "pfedhn-intercept"\n{text}')
+    made = Site.make(tmp_path / "state", tmp_path / "spec.toml", "localhost:1", "127.0.0.1", free_port())
+    with pytest.raises(UserError, match="which linear does not have"):
+        Service(made, True, lambda event: None).run(threading.Event())
+    assert not made.events.exists()
+
+
 def raises(error: Exception) -> Callable[..., None]:
     def run(*given: Any, **named: Any) -> None:
         raise error

@@ -360,7 +360,7 @@ class Joined:
 
     def _tell(self, trouble: str) -> None:
         """Say once why nothing comes, and that it comes again; an empty text is no trouble."""
-        if trouble != self._trouble:
+        if trouble != self._trouble and not self.is_told:  # a server leaves when the run is over
             self._trouble = trouble
             self.say({"event": "away", "why": f"{trouble}; it tries again"} if trouble else {"event": "connected"})
 

@@ -53,8 +53,7 @@ class Service:
         site = self.site
         self._renew()
         spec, key = site.spec, site.key
-        if is_settled(spec):
-            _ = site.plan  # what is wrong with SPEC is said before anything starts
+        _ = site.plan if is_settled(spec) else site.study.plan  # what is wrong is said before anything starts
         authority = read_text(site.folder / AUTHORITY)
         door = Door(
             self.mailroom, site.invitations, authority, self._enrolled, self._health, self._log,
