@@ -125,10 +125,14 @@ def test_a_party_answers_its_server_what_the_study_says_and_nothing_more(party: 
             party.answer(question)
 
 
-def test_noise_is_drawn_once_however_often_it_is_asked_for(party: Surveyed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_is_drawn_once_however_often_it_is_asked_for(party: Surveyed) -> None:
     party.noise = Noise(epsilon=1.0)
-    bounded = Asked(("0", "1", "2"), bounds={name: (0.0, 10.0) for name in "012"})
-    monkeypatch.setattr(survey, "asked_of", lambda spec: bounded)
+    assert said_by(party, asked(asked_of(party.spec).to_json())).kind == "refusal"  # which needs bounds
+    text = SPEC.replace('classes = "federation"', 'classes = ["ill", "odd", "well"]')
+    text += "[bounds]\n" + "\n".join(f"{name} = [0, 10.0]" for name in "012")
+    party.spec = read_spec(text, party.folder / "spec.toml")
+    bounded = asked_of(party.spec)
+    assert bounded.bounds == {name: (0.0, 10.0) for name in "012"}
     first = said_by(party, asked(bounded.to_json())).values
     again = Surveyed(**{name: getattr(party, name) for name in ("spec", "name", "data", "folder", "key", "server_key")},
                      run="run", noise=party.noise)  # fmt: skip
@@ -143,3 +147,9 @@ def test_what_a_server_found_is_checked_before_it_is_kept(party: Surveyed, value
     with pytest.raises((WireError, UserError)):
         party.answer(greeting)
     assert not (party.folder / SETTLED).exists()
+
+
+@pytest.mark.parametrize("bounds", ['"0" = 3', '"0" = [1.0]', '"0" = [2, 1]', '"0" = [0, inf]', '"0" = [true, 2]'])
+def test_bounds_that_cannot_be_are_refused(bounds: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="must be two rising numbers"):
+        read_spec(f"{SPEC}[bounds]\n{bounds}", tmp_path / "spec.toml")

@@ -17,6 +17,10 @@ features = ["age", "dose"]        # and those of the features, in this order
 mean = [51.0, 1.2]                # what features are scaled by, if they are; "federation" leaves it to statistics of
 std = [17.0, 0.4]                 # the parties' training rows, and so classes = "federation"
 
+[bounds]                          # what features lie between, for parties that add noise to their statistics
+age = [0, 120]
+dose = [0.0, 10.0]
+
 [policy]                          # how the server deals with parties (`pfedhn.deploy.policy.Policy`)
 reply_seconds = 300.0
 """
@@ -35,7 +39,7 @@ from pfedhn.deploy.policy import Policy, check_policy
 from pfedhn.engine.plan import Plan, make_plan
 from pfedhn.engine.robust import find_robust
 from pfedhn.engine.transform import find_transform
-from pfedhn.errors import UserError, short
+from pfedhn.errors import UserError, closest, short
 from pfedhn.experiments.build import cell_algorithm
 from pfedhn.experiments.grid import from_table
 from pfedhn.experiments.spec import Cell
@@ -110,12 +114,13 @@ class FederationSpec:
     sizes: Mapping[str, str] = field(default_factory=dict)  # networks of several sizes, by what parties call them
     joining_rounds: int = 20
     study: Purpose = Purpose()
+    bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # of features, for parties that add noise
 
 
 def read_spec(text: str, path: Path) -> FederationSpec:
     """What such a file says, or a sentence that says what is wrong with it."""
     table = dict(parse_toml(text, path))
-    own = {name: table.pop(name, {}) for name in ("data", "policy", "sizes", "study")}
+    own = {name: table.pop(name, {}) for name in ("data", "policy", "sizes", "study", "bounds")}
     for name, part in own.items():
         if not isinstance(part, Mapping):
             raise UserError(f"`{name}` must be a table, got {short(part)}; write it under a heading [{name}].")
@@ -140,9 +145,21 @@ def read_spec(text: str, path: Path) -> FederationSpec:
     if cell.in_flight is not None:
         policy = replace(policy, in_flight=cell.in_flight)
     study = build(Purpose, own["study"], "[study]")
-    spec = FederationSpec(cell, experiment.seeds[0], data, policy, own["sizes"], joining_rounds, study)
+    bounds = _bounds(own["bounds"], data)
+    spec = FederationSpec(cell, experiment.seeds[0], data, policy, own["sizes"], joining_rounds, study, bounds)
     _check(spec)
     return spec
+
+
+def _bounds(table: Mapping[str, Any], data: Data) -> dict[str, tuple[float, float]]:
+    """What values of features lie between; a party that adds noise to its statistics needs it of every feature."""
+    for name, pair in table.items():
+        is_pair = isinstance(pair, list) and [type(part) in (int, float) for part in pair] == [True, True]
+        if not is_pair or not -math.inf < pair[0] < pair[1] < math.inf:
+            raise UserError(f"[bounds] {name} must be two rising numbers, got {short(pair)}.")
+        if data.features and name not in data.features:
+            raise UserError(f"[bounds] names {name!r}, which is no feature; {closest(name, data.features)}")
+    return {name: (float(low), float(high)) for name, (low, high) in table.items()}
 
 
 def check_data(data: Data) -> None:

@@ -36,12 +36,18 @@ def asked_of(
     Args:
         spec: Of the federation.
         edges: Inner edges of histograms by column, if these are wanted too.
-        bounds: What values of a column lie between, for parties that add noise.
+        bounds: What values of a column lie between, for parties that add noise; those of SPEC by default.
     """
     data, left = spec.data, unresolved(spec.data)
     wanted = {"mean", "std"} & set(left) or edges
     names = data.classes if isinstance(data.classes, tuple) else None
-    return Asked(columns_of(spec) if wanted else (), "classes" in left, edges or {}, bounds or {}, names)
+    return Asked(
+        columns_of(spec) if wanted else (),
+        "classes" in left,
+        edges or {},
+        spec.bounds if bounds is None else bounds,
+        names,
+    )
 
 
 def columns_of(spec: FederationSpec) -> tuple[str, ...]:
