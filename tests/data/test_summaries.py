@@ -162,6 +162,7 @@ def changed(path: list[Any], value: Any) -> Any:
         changed(["columns", "age", "histogram", 0], 99), changed(["classes"], {"ill": -3}),
         changed(["classes"], {"ill": 41}), changed(["classes"], {"x" * 2_000: 4}), changed(["classes"], ["ill"]),
         changed(["classes"], None), changed(["withheld_classes"], -1), changed(["withheld_classes"], 1.5),
+        changed(["classes"], {"999999999999999": 20}), changed(["columns", "age", "center"], 9e99),
     ],
 )  # fmt: skip
 def test_what_no_party_can_have_is_refused(told: Any) -> None:

@@ -63,9 +63,9 @@ class Knocking:
         table = {"name": name, "token": token, "key": public_text(key.public_key()), "proof": signature.hex()}
         return self.post("/enroll", json.dumps(table).encode()).status_code
 
-    def session(self, name: str, key: Any, signed: str = "", nonce: str = "") -> httpx.Response:
+    def session(self, name: str, key: Any, signed: str = "", nonce: str = "", authority: str = "") -> httpx.Response:
         nonce = nonce or self.post("/challenge").json()["nonce"]
-        signature = session_proof(key, signed or name, nonce).hex()
+        signature = session_proof(key, signed or name, nonce, authority or self.authority).hex()
         return self.post("/session", json.dumps({"name": name, "nonce": nonce, "signature": signature}).encode())
 
     def say(self, session: Any, path: str, counter: int, content: bytes = b"", **changed: Any) -> httpx.Response:
@@ -107,6 +107,7 @@ def test_a_session_needs_a_fresh_signature_of_the_party_s_key(
     assert knocking.session("lyon", KEYS[1]).status_code == 403
     assert knocking.session("lyon", KEYS[0], signed="nice").status_code == 403
     assert knocking.session("oslo", KEYS[0]).status_code == 403
+    assert knocking.session("lyon", KEYS[0], authority="another").status_code == 403  # signed for another server
     born, _, seal = nonce.rpartition("-")
     for made_up in ("", "a", "a-b-c", f"{born}-{seal[::-1]}", f"{born}9-{seal}"):
         assert knocking.session("lyon", KEYS[0], nonce=made_up or "-").status_code == 403

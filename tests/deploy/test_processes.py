@@ -243,7 +243,9 @@ def unknown_key(world: World) -> None:
     with httpx.Client(verify=ssl.create_default_context(cafile=str(world.folder / "state" / "ca.crt"))) as client:
         place = f"https://127.0.0.1:{world.port}"
         nonce = client.post(f"{place}/challenge").json()["nonce"]
-        table = {"name": "lyon", "nonce": nonce, "signature": session_proof(new_key(), "lyon", nonce).hex()}
+        authority = (world.folder / "state" / "ca.crt").read_text()
+        signature = session_proof(new_key(), "lyon", nonce, authority).hex()
+        table = {"name": "lyon", "nonce": nonce, "signature": signature}
         assert client.post(f"{place}/session", json=table).status_code == 403
         assert client.post(f"{place}/poll").status_code == 401
         assert client.post(f"{place}/reply/{'0' * 32}", content=b"x").status_code == 401

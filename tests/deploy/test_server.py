@@ -442,6 +442,22 @@ def test_a_folder_serves_one_plan(expected: tuple[Simulation, State], tmp_path: 
         group.new_server()
 
 
+def test_a_party_that_holds_rounds_up_and_leaves_is_set_aside(tmp_path: Path) -> None:
+    """To leave at once is no failure; to leave when everybody has waited for long is."""
+    group = Group(simulation_of(small("fedavg"), rounds=2, cohort=6), tmp_path, Policy(patience=2, aside_seconds=1e9))
+    contacts = group.server.contacts
+    for seconds, expected in ((1.0, 0), (599.0, 1), (2.0, 1), (300.0, 2)):
+        contacts.ask(group.server.questions.hello("party-1"))
+        group.transport.now += seconds
+        members = group.transport.parties
+        group.transport.parties = {name: answer for name, answer in members.items() if name != "party-1"}
+        contacts.give_up(contacts.asked["party-1", "hello"], "lost", "has left")
+        group.transport.parties = members
+        standing = contacts.standings["party-1"]
+        assert standing.failures + standing.times_aside == expected
+    assert contacts.is_aside("party-1")
+
+
 class Faulty(Virtual):
     """A transport that does something to what one party answers, once."""
 

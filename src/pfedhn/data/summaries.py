@@ -32,6 +32,7 @@ Numbers: TypeAlias = NDArray[Any]
 
 VERSION = 1
 MAX_COUNT = 1 << 40  # of rows
+MAX_VALUE = 1e30  # of a mean or a deviation: far inside of 32 bits
 MAX_COLUMNS, MAX_EDGES, MAX_CLASSES, MAX_NAME = 10_000, 1_000, 10_000, 1_000
 FLAT = 2e-7  # a deviation below this part of the mean is lost in the rounding of 32 bits
 CLASSES = "classes"
@@ -374,6 +375,8 @@ def checked(value: Any, asked: Asked, widths: Mapping[str, int] | None = None) -
     if classes is not None:
         _check(asked.classes and rows is not None, "sent classes that were not asked")
         _check(isinstance(classes, dict) and _are_names(list(classes), MAX_CLASSES), "sent classes that cannot be read")
+        numbers = [name for name in classes if name.isdecimal()]  # which may become the number of classes
+        _check(all(len(name) <= 6 and int(name) < MAX_CLASSES for name in numbers), "sent a class that cannot be")
         counts = list(classes.values())
         _check(
             all(_is_count(count, is_exact) and (count >= least or count == 0) for count in counts),
@@ -400,6 +403,10 @@ def _is_column(told: Any, name: str, asked: Asked, rows: float, is_exact: bool, 
         return False
     count, missing = told["count"], told["missing"]
     if not _is_count(count, is_exact) or count < least or (is_exact and count > rows):
+        return False
+    if not all(_is_number(told[part]) for part in ("center", "sum", "squares")):
+        return False
+    if max(abs(told["center"]), abs(told["sum"]) / count, told["squares"] / count) > MAX_VALUE:
         return False
     if missing is not None and not (is_exact and _is_count(missing, True) and count + missing == rows):
         return False

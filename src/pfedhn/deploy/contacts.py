@@ -11,6 +11,7 @@ from pfedhn.deploy.record import Records
 from pfedhn.deploy.signing import PublicKey, evidence
 
 SECONDS_BETWEEN_LOOKS = 0.2
+SECONDS_TO_LEAVE = 60.0  # since a question was asked, in which a party that leaves it has not failed
 MAX_DOUBLINGS = 6  # of the time that a party is set aside
 
 
@@ -91,7 +92,8 @@ class Contacts:
 
     def ask(self, question: Question) -> None:
         num_before = sum(party == question.party for party, _ in self.asked)  # a party does one thing after the other
-        question.deadline = self.clock() + (1 + num_before) * self.policy.reply_seconds
+        question.asked_at = self.clock()
+        question.deadline = question.asked_at + (1 + num_before) * self.policy.reply_seconds
         self.asked[question.party, question.kind] = question
         if self.records is not None:
             about = {"kind": question.kind, "round": question.values.get("round")}
@@ -147,12 +149,14 @@ class Contacts:
         self.transport.withdraw(question.party, question.kind)
         if question.kind == "train":
             self.failed.add(question.party)
-        self.count_failure(question.party, reason, sentence)
+        # To leave is no failure, since it may come back at once; but a round that it has held up for long is.
+        is_free = self.clock() - question.asked_at < SECONDS_TO_LEAVE
+        self.count_failure(question.party, reason, sentence, is_free)
 
-    def count_failure(self, name: str, reason: str, sentence: str) -> None:
-        """Set a party aside for a while if it fails too often."""
+    def count_failure(self, name: str, reason: str, sentence: str, is_free: bool = False) -> None:
+        """Set a party aside for a while if it fails too often; `is_free` if it does not count for one that has left."""
         self.refuse(name, reason, sentence)
-        if name not in self.transport.members():  # to leave is no failure: it may come back at once
+        if is_free and name not in self.transport.members():
             return
         standing = self.standings[name]
         standing.failures += 1

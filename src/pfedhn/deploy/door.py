@@ -71,6 +71,10 @@ class Strangers:
         return True
 
 
+class Gone(Exception):
+    """Nobody waits for the answer that is arriving."""
+
+
 @dataclass
 class Door:
     """The door as an application.
@@ -200,9 +204,9 @@ class Door:
         """Whether somebody has just signed something new with the key of the party that is named."""
         name, nonce, signature = (str(table[part]) for part in ("name", "nonce", "signature"))
         key = self.invitations.enrolled().get(name)
-        return (
-            key is not None and holds_key(bytes.fromhex(signature), key, name, nonce) and self.mailroom.is_fresh(nonce)
-        )
+        if key is None or not self.mailroom.is_fresh(nonce):
+            return False
+        return holds_key(bytes.fromhex(signature), key, name, nonce, self.authority)
 
     async def _healthy(self, request: Request) -> Response:
         return JSONResponse(dict(self.health()))
@@ -256,11 +260,24 @@ class Door:
         pending = self.mailroom.asked(opened, request.path_params["name"])
         if pending is None:
             return Response(status_code=410, headers={"Connection": "close"})  # nobody asks that any more
+        if pending.is_arriving:  # one answer at a time is held in memory
+            return Response(status_code=503, headers={"Connection": "close"})
+
+        def note() -> None:
+            self._note(request)
+            if self.mailroom.asked(opened, pending.name) is not pending:
+                raise Gone
+
+        pending.is_arriving = True
         try:
-            content = await _body(request, pending.limit, lambda: self._note(request))
+            content = await _body(request, pending.limit, note)
+        except Gone:
+            return Response(status_code=410, headers={"Connection": "close"})
         except HTTPException:
             self.mailroom.answer(pending, None, f"sends more than the {pending.limit:,} bytes that were asked for")
             raise
+        finally:
+            pending.is_arriving = False
         if hashlib.sha256(content).hexdigest() != request.headers[DIGEST]:
             return Response(status_code=400)
         is_taken = self.mailroom.answer(pending, content)

@@ -39,6 +39,7 @@ SECONDS_AFTER_THE_END = 1.0  # in which nothing more comes
 SECONDS_TO_HEAR_AGAIN = 30.0  # for a server to ask a party that has come back with a model
 MAX_SECONDS_OF_REST = 30.0  # between two looks at the clock, of a party that rests by its policy
 MAX_TRIES = 3  # to hand in an answer before the server is asked for its messages again
+MAX_WAITING = 8  # messages that wait while one is answered; an honest server has one of each kind
 MAX_ANSWERS = 4  # that are kept in case the server asks again
 SMALL_BODY = 4 << 20  # bytes
 
@@ -64,7 +65,7 @@ def find_study(
             return line.ask("/study", {"name": bundle.name, "token": bundle.token})
         key = load_or_make_key(_own_key(folder, own_key))
         nonce = str(line.ask("/challenge", {})["nonce"])
-        signature = session_proof(key, bundle.name, nonce).hex()
+        signature = session_proof(key, bundle.name, nonce, bundle.authority).hex()
         return line.ask("/study", {"name": bundle.name, "nonce": nonce, "signature": signature})
 
     told = _patiently(bundle, ask, stop, say, is_patient)
@@ -327,13 +328,14 @@ class Joined:
                 found = self.line.poll(self.party.name, self.party.key)
                 self._tell("")
                 pause = 0.0
-                if found is not None:
+                if found is not None and self._inbox.qsize() < MAX_WAITING:
                     self._inbox.put(found)
             except Followed as trouble:
                 self._tell(str(trouble))
                 done.wait(SECONDS_OF_THE_OTHER)
             except Trouble as trouble:
                 self._tell(str(trouble))
+                self.line.renew()  # a message may have been lost on its way: with a new session it comes again
                 done.wait(pause)
                 pause = min(MAX_SECONDS_BETWEEN_TRIES, 2 * pause + 0.1)
             except Exception as error:  # the certificate of another authority, or a defect of ours
@@ -371,7 +373,7 @@ class Joined:
                 self._answers[message] = self.party.answer(asked)
             except WireError as error:
                 self.say({"event": "refused", "sentence": f"somebody {error}."})
-                return
+                self._answers[message] = b""  # which the server refuses at once, and does not wait for
             while len(self._answers) > MAX_ANSWERS:
                 self._answers.popitem(last=False)
         while self.party.heard:

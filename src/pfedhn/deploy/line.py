@@ -114,7 +114,8 @@ class Line:
         with self._lock:
             if self._open is None:
                 nonce = str(self.ask("/challenge", {})["nonce"])
-                proof = {"name": name, "nonce": nonce, "signature": session_proof(key, name, nonce).hex()}
+                signature = session_proof(key, name, nonce, self.bundle.authority).hex()
+                proof = {"name": name, "nonce": nonce, "signature": signature}
                 try:
                     table = self.ask("/session", proof)
                 except UserError:

@@ -86,7 +86,11 @@ class Listener(socket.socket):
         plain, address = super().accept()
         made = Connection(self.family, self.type, self.proto, fileno=plain.detach())
         peer = (str(address[0]), int(address[1]))
-        if len(self.open) >= self.limit or self.per_address[peer[0]] >= max(1, int(SHARE_OF_AN_ADDRESS * self.limit)):
+        if (
+            peer in self.open
+            or len(self.open) >= self.limit
+            or self.per_address[peer[0]] >= max(1, int(SHARE_OF_AN_ADDRESS * self.limit))
+        ):
             self.num_refused += 1
             made.close()
             raise ConnectionAbortedError  # asyncio goes on with the next one
@@ -97,7 +101,9 @@ class Listener(socket.socket):
 
     def closed(self, connection: Connection) -> None:
         """Count a connection no more."""
-        if self.open.pop(connection.peer, None) is not None:
+        known = self.open.get(connection.peer)
+        if known is not None and known[0] is connection:
+            del self.open[connection.peer]
             self.per_address[connection.peer[0]] -= 1
             if not self.per_address[connection.peer[0]]:
                 del self.per_address[connection.peer[0]]

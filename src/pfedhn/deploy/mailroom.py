@@ -43,6 +43,7 @@ class Pending:
     limit: int  # bytes of an answer
     name: str = field(default_factory=lambda: secrets.token_hex(16))
     given_to: str = ""  # the session that has fetched it
+    is_arriving: bool = False  # whether an answer is being read
 
 
 def mac(key: bytes, path: str, counter: int, digest: str) -> str:

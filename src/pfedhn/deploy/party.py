@@ -45,6 +45,7 @@ class NoConsent(RunError):
 REASONS: dict[type[UserError], str] = {MissingVersion: "version", BudgetSpent: "budget", NoConsent: "consent"}
 SILENCE = "could not answer, and does not say why, since that may tell of its data"
 NEUTRAL = "refuses, by the policy of its owner"
+MAX_ROUND = 1 << 40
 ANSWERS = ("hello", "train", "evaluate", "compare")
 
 
@@ -169,7 +170,7 @@ class Party:
     def _write(self, event: str, message: Message, **details: Any) -> None:
         """Add a line on a message of the server to the party's record."""
         if self.record is not None:
-            about: dict[str, Any] = {"run": self.run, "kind": message.kind, "round": message.values.get("round")}
+            about: dict[str, Any] = {"run": self.run, "kind": message.kind, "round": _number(message)}
             self.record.add(event, **about, **details)
 
     def _refusal(self, message: Message, reason: str, sentence: str, digest: str, told: str) -> bytes:
@@ -178,8 +179,8 @@ class Party:
         if self.budget is not None and reason == "party" and message.kind != "hello" and told != NEUTRAL:
             told = SILENCE
         held = self.files.versions("joining" if message.values.get("phase") == "joining" else "training")
-        values = {"of": message.kind, "round": message.values.get("round"), "reason": reason, "sentence": told}
-        values |= {"held": held}
+        values: dict[str, Any] = {"of": message.kind, "round": _number(message), "reason": reason}
+        values |= {"sentence": told, "held": held}
         answer = Message("refusal", self.run, self.name, values)
         try:
             self._write("refused", message, of=digest, sentence=sentence)
@@ -311,3 +312,9 @@ def _told(error: UserError) -> str:
     is_full = cause.errno in NO_ROOM
     reason = (cause.strerror or type(cause).__name__).lower()
     return f"cannot use its disk ({reason}); its owner has to {'make room' if is_full else 'look at it'}"
+
+
+def _number(message: Message) -> int | None:
+    """The round that a server names, which may be anything."""
+    number = message.values.get("round")
+    return number if type(number) is int and 0 <= number < MAX_ROUND else None

@@ -34,6 +34,7 @@ class Question:
     max_norm: float = math.inf
     bytes_down: int = 0
     deadline: float = math.inf
+    asked_at: float = -math.inf
     has_been_repeated: bool = False
 
     @cached_property

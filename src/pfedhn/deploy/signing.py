@@ -19,7 +19,7 @@ from pfedhn.system.files import read_bytes, write_atomically
 # Signed bytes begin with their purpose, so that no signature means anything elsewhere.
 PURPOSE = b"pfedhn message 1\0"
 ENROLLMENT = b"pfedhn enrollment 1\0"
-SESSION = b"pfedhn session 1\0"
+SESSION = b"pfedhn session 2\0"
 RECORD = b"pfedhn record 1\0"
 
 ALGORITHM = ec.ECDSA(hashes.SHA384())
@@ -91,14 +91,17 @@ def is_proven(signature: bytes, key: PublicKey, name: str, authority: str, agree
     return _is_signed(signature, _enrollment(name, authority, agreed), key)
 
 
-def session_proof(key: PrivateKey, name: str, nonce: str) -> bytes:
-    """What shows a server, by something new of its own, that a party holds its key now."""
-    return key.sign(_session(name, nonce), ALGORITHM)
+def session_proof(key: PrivateKey, name: str, nonce: str, authority: str) -> bytes:
+    """What shows the server of an authority, by something new of its own, that a party holds its key now.
+
+    Another server cannot use it: a party may have one key for several.
+    """
+    return key.sign(_session(name, nonce, authority), ALGORITHM)
 
 
-def holds_key(signature: bytes, key: PublicKey, name: str, nonce: str) -> bool:
+def holds_key(signature: bytes, key: PublicKey, name: str, nonce: str, authority: str) -> bool:
     """Whether such a proof is one."""
-    return _is_signed(signature, _session(name, nonce), key)
+    return _is_signed(signature, _session(name, nonce, authority), key)
 
 
 def _is_signed(signature: bytes, content: bytes, key: PublicKey) -> bool:
@@ -113,8 +116,8 @@ def _enrollment(name: str, authority: str, agreed: str) -> bytes:
     return ENROLLMENT + b"\0".join(part.encode() for part in (name, authority, *([agreed] if agreed else [])))
 
 
-def _session(name: str, nonce: str) -> bytes:
-    return SESSION + name.encode() + b"\0" + nonce.encode()
+def _session(name: str, nonce: str, authority: str) -> bytes:
+    return SESSION + b"\0".join(part.encode() for part in (name, nonce, authority))
 
 
 def public_text(key: PublicKey) -> str:

@@ -19,7 +19,7 @@ from pfedhn.deploy.line import Line, Trouble
 from pfedhn.deploy.mailroom import Mailroom
 from pfedhn.deploy.record import Record, Records
 from pfedhn.deploy.signing import PrivateKey, PublicKey, evidence, opened, sealed
-from pfedhn.deploy.spec import FederationSpec, unresolved
+from pfedhn.deploy.spec import FederationSpec, to_plan, unresolved
 from pfedhn.deploy.statistics import asked_of, party_summary, received, resolved_data, statistics_of, with_data
 from pfedhn.deploy.wire import HEAD, Message, WireError, head_of
 from pfedhn.errors import UserError, first_line, names_place
@@ -87,16 +87,20 @@ class Survey:
     def run(self, stop: threading.Event) -> None:
         """Ask until as many parties have answered as training waits for; what they said is then written."""
         wanted = self.spec.policy.start_with or self.spec.cell.clients
-        waiting: set[str] = set()
+        waiting: dict[str, float] = {}  # until when an answer may come
         while not stop.is_set() and len(self.summaries) < wanted:
             now = time.monotonic()
-            for name in self.mailroom.members() & self.roster().keys() - self.summaries.keys() - waiting:
+            for name in self.mailroom.members() & self.roster().keys() - self.summaries.keys() - waiting.keys():
                 if self._again.get(name, 0.0) <= now:
                     self._ask(name)
-                    waiting.add(name)
+                    waiting[name] = now + self.spec.policy.reply_seconds
             for arrival in self.mailroom.arrivals(SECONDS_BETWEEN_LOOKS):
-                waiting.discard(arrival.party)
+                waiting.pop(arrival.party, None)
                 self._take(arrival.party, arrival.content, arrival.fault)
+            for name in [name for name, end in waiting.items() if end <= now]:
+                del waiting[name]
+                self.mailroom.withdraw(name, "statistics")
+                self._take(name, None, "has not answered in time")
         if len(self.summaries) >= wanted:
             self._settle()
 
@@ -132,7 +136,7 @@ class Survey:
     def _settle(self) -> None:
         found = statistics_of(self.spec, [self.summaries[name] for name in sorted(self.summaries)])
         values = resolved_data(self.spec, found)
-        with_data(self.spec, values)  # what cannot be used is said before it is written
+        to_plan(with_data(self.spec, values))  # what cannot be used is said before it is written
         table = {"run": self.run_name, "values": values, "statistics": asdict(found), "parties": sorted(self.summaries)}
         write_atomically(self.folder / SETTLED, json.dumps(table, indent=1).encode(), mode=0o600)
         self.log({"event": "settled", "rows": found.rows, **values})
@@ -236,7 +240,10 @@ def settle(party: Surveyed, line: Line, stop: threading.Event, say: Say) -> bool
             say({"event": "statistics", "party": party.name, "min_group": party.min_group})
         except WireError as error:
             say({"event": "refused", "sentence": f"somebody {error}."})
+            stop.wait(SECONDS_BETWEEN_TRIES)
+            line.renew()
         except Trouble as error:
+            line.renew()  # a message may have been lost on its way
             if str(error) != trouble:
                 trouble = str(error)
                 say({"event": "away", "why": f"{trouble}; it tries again"})
