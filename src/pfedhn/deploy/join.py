@@ -87,7 +87,7 @@ def enroll(
     """
     check_name(bundle.name)
     make_folder(folder, mode=0o700)
-    write_atomically(folder / "ca.crt", bundle.authority.encode())
+    write_atomically(folder / "ca.crt", bundle.authority.encode(), mode=0o600)
     invitation = digest(asdict(bundle))
     file = _key_file(bundle, folder, own_key)
     key = load_or_make_key(folder / file)

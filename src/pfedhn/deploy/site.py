@@ -52,7 +52,7 @@ class Site:
             text = read_text(spec)
             read_spec(text, spec)
             if not kept.exists():
-                write_atomically(kept, text.encode())
+                write_atomically(kept, text.encode(), mode=0o600)
             if read_text(kept) != text:
                 raise UserError(f"{folder} serves another SPEC; give the same, or another --state.")
         settings = folder / SETTINGS
@@ -60,7 +60,7 @@ class Site:
         given = {"address": address, "host": host, "port": port}
         table = {"run": secrets.token_hex(8), **DEFAULTS, **table, **{k: v for k, v in given.items() if v is not None}}
         table.setdefault("address", f"{socket.getfqdn()}:{table['port']}")
-        write_atomically(settings, json.dumps(table).encode())
+        write_atomically(settings, json.dumps(table).encode(), mode=0o600)
         return Site(folder)
 
     @cached_property
